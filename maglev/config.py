@@ -1,0 +1,365 @@
+"""What a run is, as frozen dataclasses. Every value is checked where it enters; nothing here imports torch."""
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from maglev.errors import RequestError
+
+FULL, SLIDING = "L", "S"
+Memory = Literal["none", "kv"]
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RequestError(message)
+
+
+def tile_windows(
+    pattern: str, depth: int, window: int, context: int, key: str = "model.window_pattern"
+) -> tuple[int, ...]:
+    """Keys that a query of each layer sees, itself included: `window` for S, the whole context for L."""
+    require(
+        bool(pattern) and set(pattern) <= {FULL, SLIDING},
+        f"{key} is {pattern!r}; it may hold only the letters S (sliding) and L (full), for example SLSL",
+    )
+    letters = (pattern[layer % len(pattern)] for layer in range(depth))
+    return tuple(window if letter == SLIDING else context for letter in letters)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The deployed network. `memory` says how a decoder takes its own last state: not at all, or in K/V."""
+
+    depth: int
+    width: int
+    heads: int
+    kv_heads: int
+    vocab_size: int
+    context: int
+    window: int
+    window_pattern: str
+    memory: Memory
+    rope_base: float = 10_000.0
+    logit_softcap: float = 15.0
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width", "heads", "kv_heads", "vocab_size", "context", "window"):
+            value = getattr(self, name)
+            require(value >= 1, f"model.{name} is {value}; it must be at least 1")
+        require(
+            self.window <= self.context,
+            f"model.window is {self.window}, larger than model.context = {self.context}; "
+            f"set model.window to at most {self.context}",
+        )
+        require(
+            self.width % self.heads == 0 and self.head_dim % 2 == 0,
+            f"model.width is {self.width}, which does not divide into {self.heads} heads of an even size; "
+            f"set model.width or model.heads",
+        )
+        require(
+            self.heads % self.kv_heads == 0,
+            f"model.kv_heads is {self.kv_heads}; it must divide the number of heads, {self.heads}",
+        )
+        require(self.rope_base > 1, f"model.rope_base is {self.rope_base}; it must be above 1")
+        require(self.logit_softcap > 0, f"model.logit_softcap is {self.logit_softcap}; it must be above 0")
+        tile_windows(self.window_pattern, self.depth, self.window, self.context)
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return tile_windows(self.window_pattern, self.depth, self.window, self.context)
+
+    @property
+    def plain_reach(self) -> int:
+        """How many positions back the stack sees without memory."""
+        return sum(window - 1 for window in self.windows)
+
+
+@dataclass(frozen=True)
+class NextTokenConfig:
+    """Transformer and SWA: the next token, nothing else."""
+
+    kind: Literal["next_token"] = "next_token"
+
+
+@dataclass(frozen=True)
+class LRTConfig:
+    """Latent recurrent Transformer: S interleaved subsets after a full pass, or K full passes; `passes` is S or K."""
+
+    kind: Literal["lrt"] = "lrt"
+    schedule: Literal["interleaved", "full"] = "interleaved"
+    passes: int = 2
+
+    def __post_init__(self) -> None:
+        require(self.passes >= 1, f"objective.passes is {self.passes}; it must be at least 1")
+
+
+@dataclass(frozen=True)
+class SharedMaglevConfig:
+    """Maglev whose prefiller Q borrows the decoder's blocks."""
+
+    kind: Literal["maglev_shared"] = "maglev_shared"
+    consistency_weight: float = 0.1
+    prefiller_pattern: str = "SLSL"
+
+    def __post_init__(self) -> None:
+        check_consistency_weight(self.consistency_weight)
+
+
+@dataclass(frozen=True)
+class SeparateMaglevConfig:
+    """Maglev whose prefiller Q has blocks of its own; depth and width of 0 mean the decoder's."""
+
+    kind: Literal["maglev_separate"] = "maglev_separate"
+    consistency_weight: float = 1.0
+    prefiller_pattern: str = "SLSL"
+    prefiller_depth: int = 0
+    prefiller_width: int = 0
+
+    def __post_init__(self) -> None:
+        check_consistency_weight(self.consistency_weight)
+        for name in ("prefiller_depth", "prefiller_width"):
+            value = getattr(self, name)
+            require(value >= 0, f"objective.{name} is {value}; it must be at least 1, or 0 for the decoder's")
+
+
+def check_consistency_weight(weight: float) -> None:
+    require(weight >= 0, f"objective.consistency_weight is {weight}; it must not be negative")
+
+
+def head_count(width: int) -> int:
+    """Heads of 128 where that divides the width, else of 64."""
+    return max(1, width // (128 if width % 128 == 0 else 64))
+
+
+def prefiller_config(model: ModelConfig, objective: SeparateMaglevConfig) -> ModelConfig:
+    """The stack of a separate Q: the decoder's, where nothing else is said, without memory."""
+    width = objective.prefiller_width or model.width
+    own = width != model.width
+    tile_windows(objective.prefiller_pattern, 1, model.window, model.context, "objective.prefiller_pattern")
+    require(
+        not own or width % (2 * head_count(width)) == 0,
+        f"objective.prefiller_width is {width}, which does not divide into {head_count(width)} heads of an even size; "
+        f"use a multiple of 64",
+    )
+    return dataclasses.replace(
+        model,
+        depth=objective.prefiller_depth or model.depth,
+        width=width,
+        heads=head_count(width) if own else model.heads,
+        kv_heads=head_count(width) if own else model.kv_heads,
+        window_pattern=objective.prefiller_pattern,
+        memory="none",
+    )
+
+
+ObjectiveConfig = NextTokenConfig | LRTConfig | SharedMaglevConfig | SeparateMaglevConfig
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Learning rates for width 768 and 524,288 tokens per step; `train/param_groups.py` scales them."""
+
+    matrix_lr: float = 0.02
+    embedding_lr: float = 0.3
+    readout_lr: float = 0.004
+    gate_lr: float = 0.004
+    residual_scale_lr: float = 0.005
+    input_scale_lr: float = 0.5
+    weight_decay: float = 0.2
+    warmup_steps: int = 0
+    cooldown_share: float = 0.5
+    final_lr_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            require(value >= 0, f"optimizer.{item.name} is {value}; it must not be negative")
+        for name in ("cooldown_share", "final_lr_share"):
+            value = getattr(self, name)
+            require(value <= 1, f"optimizer.{name} is {value}; it is a share, at most 1")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How documents meet in a row. Off by default, as in the paper."""
+
+    document_mask: bool = False
+    memory_reset: bool = False
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a run goes. Zeros mean "derive it": steps from the token budget, rows from the device."""
+
+    steps: int = 0
+    tokens_per_parameter: float = 100.0
+    tokens_per_step: int = 524_288
+    rows_per_pass: int = 0
+    seed: int = 0
+    device: str = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
+    threads: int = 0
+    checkpoint_every: int = 1000
+    keep_checkpoints: int = 2
+    validate_every: int = 1000
+    validation_rows: int = 64
+    log_every: int = 1
+    max_bad_steps: int = 10
+    tensorboard: bool = True
+    init_from: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_step", "checkpoint_every", "keep_checkpoints", "log_every", "max_bad_steps"):
+            value = getattr(self, name)
+            require(value >= 1, f"train.{name} is {value}; it must be at least 1")
+        for name in ("steps", "rows_per_pass", "threads", "validate_every", "validation_rows", "seed"):
+            value = getattr(self, name)
+            require(value >= 0, f"train.{name} is {value}; it must not be negative")
+        require(
+            self.tokens_per_parameter > 0,
+            f"train.tokens_per_parameter is {self.tokens_per_parameter}; it must be above 0",
+        )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    recipe: str
+    model: ModelConfig
+    objective: ObjectiveConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        learns_memory = not isinstance(self.objective, NextTokenConfig)
+        require(
+            learns_memory == (self.model.memory != "none"),
+            f"objective {self.objective.kind!r} does not go with model.memory = {self.model.memory!r}",
+        )
+        if isinstance(self.objective, SharedMaglevConfig):
+            model, key = self.model, "objective.prefiller_pattern"
+            tile_windows(self.objective.prefiller_pattern, model.depth, model.window, model.context, key)
+        if isinstance(self.objective, SeparateMaglevConfig):
+            prefiller_config(self.model, self.objective)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> "RunConfig":
+        """Read what `to_dict` wrote, each value as its type; an unknown key is an error, so that a newer run is
+        never half understood."""
+        require(isinstance(value, dict), "the run's configuration is not a JSON object")
+        sections = {name: content for name, content in value.items() if name != "recipe"}
+        for name, content in sections.items():
+            require(isinstance(content, dict), f"section {name!r} of the run's configuration is not a JSON object")
+        kinds = {kind.kind: kind for kind in get_args(ObjectiveConfig)}
+        kind = sections.get("objective", {}).get("kind")
+        require(kind in kinds, f"objective.kind is {kind!r}; known: {', '.join(kinds)}")
+        types: dict[str, Any] = {
+            "model": ModelConfig,
+            "objective": kinds[kind],
+            "optimizer": OptimizerConfig,
+            "data": DataConfig,
+            "train": TrainConfig,
+        }
+        require("model" in sections, "the run's configuration has no section 'model'")
+        built = {name: read_section(name, content, types) for name, content in sections.items()}
+        return cls(recipe=str(value.get("recipe", "")), **built)
+
+
+def read_section(name: str, content: dict[str, Any], types: dict[str, Any]) -> Any:
+    require(name in types, f"unknown section {name!r} in the run's configuration")
+    hints = get_type_hints(types[name])
+    for key in content:
+        require(key in hints, f"unknown key {name}.{key} in the run's configuration")
+    values = {key: parse_value(f"{name}.{key}", value, hints[key]) for key, value in content.items()}
+    missing = [
+        f"{name}.{item.name}"
+        for item in dataclasses.fields(types[name])
+        if item.default is dataclasses.MISSING and item.name not in values
+    ]
+    require(not missing, f"the run's configuration lacks {', '.join(missing)}")
+    return types[name](**values)
+
+
+def setting_keys(config: RunConfig) -> list[str]:
+    """Every KEY that `--set KEY=VALUE` takes for this run."""
+    keys = []
+    for section in dataclasses.fields(config):
+        value = getattr(config, section.name)
+        if dataclasses.is_dataclass(value):
+            keys += [f"{section.name}.{item.name}" for item in dataclasses.fields(value) if item.name != "kind"]
+    return keys
+
+
+def check_keys(config: RunConfig, settings: dict[str, Any]) -> None:
+    known = setting_keys(config)
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise RequestError(f"unknown setting {key!r} for {config.recipe}; did you mean {near[0]!r}?")
+
+
+def parse_section(section: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """`{"section.name": "text"}` to `{"name": value}`, each value read as the type of its field."""
+    hints = get_type_hints(section)
+    return {
+        key.split(".", 1)[1]: parse_value(key, value, hints[key.split(".", 1)[1]]) for key, value in settings.items()
+    }
+
+
+def with_settings(config: RunConfig, settings: dict[str, Any]) -> RunConfig:
+    """Replace values by dotted key; the result is checked as a whole."""
+    check_keys(config, settings)
+    changes = {}
+    for section in {key.split(".", 1)[0] for key in settings}:
+        current = getattr(config, section)
+        mine = {key: value for key, value in settings.items() if key.split(".", 1)[0] == section}
+        changes[section] = dataclasses.replace(current, **parse_section(type(current), mine))
+    return dataclasses.replace(config, **changes)
+
+
+def parse_value(key: str, value: Any, hint: Any) -> Any:
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        require(value in choices, f"{key} is {value!r}; it must be one of {', '.join(map(str, choices))}")
+        return value
+    if hint is str:
+        return str(value)
+    if hint is bool:
+        words = {"true": True, "false": False, "1": True, "0": False, "on": True, "off": False}
+        word = str(value).lower()
+        require(word in words, f"{key} is {value!r}; it must be true or false")
+        return words[word]
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise RequestError(f"{key} is {value!r}; it must be a number") from None
+    require(number == number and abs(number) != float("inf"), f"{key} is {value!r}; it must be a finite number")
+    if hint is int:
+        require(number == int(number), f"{key} is {value!r}; it must be a whole number")
+        return int(str(value)) if str(value).lstrip("+-").isdigit() else int(number)
+    return number
+
+
+def parse_assignments(assignments: list[str]) -> dict[str, str]:
+    """`KEY=VALUE` strings of `--set`."""
+    settings: dict[str, str] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        require(bool(equals) and bool(key), f"--set {assignment!r} is not of the form KEY=VALUE")
+        settings[key.strip()] = value.strip()
+    return settings
+
+
+def canonical_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

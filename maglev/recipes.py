@@ -1,0 +1,109 @@
+"""Named runs: one function per row of the paper's table. `--depth` is the one dial; the rest follows."""
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from maglev.config import (
+    LRTConfig,
+    Memory,
+    ModelConfig,
+    NextTokenConfig,
+    ObjectiveConfig,
+    RunConfig,
+    SeparateMaglevConfig,
+    SharedMaglevConfig,
+    check_keys,
+    head_count,
+    parse_section,
+    parse_value,
+    require,
+    with_settings,
+)
+from maglev.errors import RequestError
+
+PAPER_DEPTH = 20
+PAPER_CONTEXT = 2048
+PAPER_VOCAB = 32_768
+
+
+def model_config(depth: int, pattern: str, memory: Memory, given: dict[str, Any]) -> ModelConfig:
+    """Width 64 x depth, heads of 128 where that divides the width, else of 64; W is a quarter of the context."""
+    depth = parse_value("depth", given.get("depth", depth), int)
+    require(depth >= 1, f"depth is {depth}; it must be at least 1")
+    width = given.get("width", 64 * depth)
+    heads = given.get("heads", head_count(width))
+    context = given.get("context", PAPER_CONTEXT)
+    derived = {
+        "depth": depth,
+        "width": width,
+        "heads": heads,
+        "kv_heads": heads,
+        "vocab_size": PAPER_VOCAB,
+        "context": context,
+        "window": max(1, context // 4),
+        "window_pattern": pattern,
+        "memory": memory,
+    }
+    return ModelConfig(**(derived | given))
+
+
+Recipe = Callable[[], tuple[str, Memory, ObjectiveConfig]]
+
+
+def transformer_slsl() -> tuple[str, Memory, ObjectiveConfig]:
+    return "SLSL", "none", NextTokenConfig()
+
+
+def swa_ssss() -> tuple[str, Memory, ObjectiveConfig]:
+    return "SSSS", "none", NextTokenConfig()
+
+
+def lrt_slsl() -> tuple[str, Memory, ObjectiveConfig]:
+    return "SLSL", "kv", LRTConfig()
+
+
+def lrt_ssss() -> tuple[str, Memory, ObjectiveConfig]:
+    return "SSSS", "kv", LRTConfig()
+
+
+def maglev_shared_01() -> tuple[str, Memory, ObjectiveConfig]:
+    return "SSSS", "kv", SharedMaglevConfig(consistency_weight=0.1)
+
+
+def maglev_shared_1() -> tuple[str, Memory, ObjectiveConfig]:
+    return "SSSS", "kv", SharedMaglevConfig(consistency_weight=1.0)
+
+
+def maglev_separate_01() -> tuple[str, Memory, ObjectiveConfig]:
+    return "SSSS", "kv", SeparateMaglevConfig(consistency_weight=0.1)
+
+
+def maglev_separate_1() -> tuple[str, Memory, ObjectiveConfig]:
+    return "SSSS", "kv", SeparateMaglevConfig(consistency_weight=1.0)
+
+
+RECIPES: dict[str, Recipe] = {
+    "transformer-slsl": transformer_slsl,
+    "swa-ssss": swa_ssss,
+    "lrt-slsl": lrt_slsl,
+    "lrt-ssss": lrt_ssss,
+    "maglev-shared-0.1": maglev_shared_01,
+    "maglev-shared-1": maglev_shared_1,
+    "maglev-separate-0.1": maglev_separate_01,
+    "maglev-separate-1": maglev_separate_1,
+}
+
+
+def run_config(recipe: str, depth: int = PAPER_DEPTH, settings: dict[str, Any] | None = None) -> RunConfig:
+    """The run of that name at that depth, with `--set` values applied before what follows from them is derived."""
+    if recipe not in RECIPES:
+        near = difflib.get_close_matches(recipe, RECIPES, n=1, cutoff=0.0)
+        raise RequestError(f"unknown recipe {recipe!r}; did you mean {near[0]!r}? Known: {', '.join(RECIPES)}")
+    pattern, memory, objective = RECIPES[recipe]()
+    default = RunConfig(recipe, model_config(PAPER_DEPTH, pattern, memory, {}), objective)
+    check_keys(default, settings or {})
+    given = {key: value for key, value in (settings or {}).items() if key.startswith("model.")}
+    others = {key: value for key, value in (settings or {}).items() if key not in given}
+    model = model_config(depth, pattern, memory, parse_section(ModelConfig, given))
+    return with_settings(RunConfig(recipe, model, objective), others)
