@@ -1,0 +1,34 @@
+"""Soft-capped cross-entropy in chunks: the T x V logits exist one chunk at a time, forward and backward."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from maglev.ops.reference import softcap
+
+IGNORED = -1
+CHUNK_LOGITS = 2**25
+
+
+def chunk_nats(memory: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
+    logits = softcap(F.linear(memory, weight), cap)
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+
+
+def cross_entropy(
+    memory: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_logits: int = CHUNK_LOGITS
+) -> Tensor:
+    """Nats of every target; 0 where the target is -1. memory (..., D), weight (V, D), targets (...) -> (...)."""
+    flat, flat_targets = memory.flatten(0, -2), targets.flatten()
+    weight = weight.to(memory.dtype)
+    rows = max(1, chunk_logits // weight.shape[0])
+    if flat.shape[0] <= rows:
+        return chunk_nats(flat, weight, flat_targets, cap).view(targets.shape)
+    parts = [
+        checkpoint(chunk_nats, m, weight, t, cap, use_reentrant=False)
+        if torch.is_grad_enabled()
+        else chunk_nats(m, weight, t, cap)
+        for m, t in zip(flat.split(rows), flat_targets.split(rows), strict=True)
+    ]
+    return torch.cat(parts).view(targets.shape)
