@@ -1,0 +1,141 @@
+"""What a run costs, from its configuration alone: parameters, FLOPs, state bytes, the token budget. No torch."""
+
+from typing import Any
+
+from maglev.config import (
+    LRTConfig,
+    ModelConfig,
+    NextTokenConfig,
+    RunConfig,
+    SeparateMaglevConfig,
+    SharedMaglevConfig,
+    prefiller_config,
+    tile_windows,
+)
+
+BYTES = {"float32": 4, "bfloat16": 2}
+POSITION_BYTES = 8
+
+
+def block_matrices(config: ModelConfig) -> int:
+    """q, k, v, output and the two of the MLP, of all layers."""
+    attention = 2 * config.width**2 + 2 * config.width * config.kv_heads * config.head_dim
+    return config.depth * (attention + 8 * config.width**2)
+
+
+def plain_parameters(config: ModelConfig) -> int:
+    """Block matrices and readout: the count that sets the token budget of every row of the table."""
+    return block_matrices(config) + config.vocab_size * config.width
+
+
+def gate_parameters(config: ModelConfig) -> int:
+    return 2 * config.depth * config.kv_heads * config.width if config.memory == "kv" else 0
+
+
+def memory_parameters(config: ModelConfig) -> int:
+    return 2 * config.width * config.kv_heads * config.head_dim if config.memory == "kv" else 0
+
+
+def prefiller_parameters(config: RunConfig) -> int:
+    """What a prefiller holds beside what it borrows from the decoder."""
+    if isinstance(config.objective, SharedMaglevConfig):
+        return 2 * config.model.depth
+    if isinstance(config.objective, SeparateMaglevConfig):
+        prefiller = prefiller_config(config.model, config.objective)
+        bridges = 2 * prefiller.width * config.model.width if prefiller.width != config.model.width else 0
+        return block_matrices(prefiller) + 2 * prefiller.depth + bridges
+    return 0
+
+
+def attended_keys(windows: tuple[int, ...], context: int) -> float:
+    """Keys per query, averaged over the positions of a context, summed over layers."""
+    total = 0.0
+    for window in windows:
+        w = min(window, context)
+        total += (w * (w + 1) / 2 + (context - w) * w) / context
+    return total
+
+
+def stack_flops(config: ModelConfig, windows: tuple[int, ...]) -> float:
+    """Forward FLOPs per token of a stack: 2 per matrix weight, 4 x width per attended key."""
+    return 2 * block_matrices(config) + 4 * config.width * attended_keys(windows, config.context)
+
+
+def decoder_flops(config: ModelConfig) -> float:
+    """Forward FLOPs per token of P, readout included; 0 for lookups, norms and elementwise work."""
+    extra = gate_parameters(config) + memory_parameters(config)
+    return stack_flops(config, config.windows) + 2 * (extra + config.vocab_size * config.width)
+
+
+def objective_flops(config: RunConfig) -> float:
+    """Forward FLOPs per token of one training step; forward and backward together cost three times that."""
+    model, objective = config.model, config.objective
+    forward = decoder_flops(model)
+    if isinstance(objective, NextTokenConfig):
+        return forward
+    if isinstance(objective, LRTConfig):
+        # interleaved: one full pass, then S passes over 1/S of the positions each
+        return forward * (2 if objective.schedule == "interleaved" else objective.passes)
+    if isinstance(objective, SharedMaglevConfig):
+        windows = tile_windows(objective.prefiller_pattern, model.depth, model.window, model.context)
+        return forward + stack_flops(model, windows)
+    prefiller = prefiller_config(model, objective)
+    bridges = 4 * prefiller.width * model.width if prefiller.width != model.width else 0
+    return forward + stack_flops(prefiller, prefiller.windows) + bridges
+
+
+def state_nbytes(config: ModelConfig, element_size: int) -> int:
+    """Bytes per sequence: K and V of every layer's window, the memory vector, the position."""
+    slots = 2 * sum(config.windows) * config.kv_heads * config.head_dim
+    return (slots + config.width) * element_size + POSITION_BYTES
+
+
+def full_attention_nbytes(config: ModelConfig, length: int, element_size: int) -> int:
+    """What the same stack would keep after `length` tokens if every layer kept every key and value."""
+    return 2 * config.depth * length * config.kv_heads * config.head_dim * element_size
+
+
+def training_steps(config: RunConfig) -> int:
+    """`train.steps`, or what the token budget gives."""
+    if config.train.steps:
+        return config.train.steps
+    budget = config.train.tokens_per_parameter * plain_parameters(config.model)
+    return max(1, round(budget / config.train.tokens_per_step))
+
+
+def describe(config: RunConfig) -> dict[str, Any]:
+    model = config.model
+    plain = plain_parameters(model)
+    embedding = model.vocab_size * model.width
+    extra = gate_parameters(model) + memory_parameters(model) + 2 * model.depth
+    steps = training_steps(config)
+    return {
+        "recipe": config.recipe,
+        "depth": model.depth,
+        "width": model.width,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "context": model.context,
+        "windows": list(model.windows),
+        "plain_reach": model.plain_reach,
+        "parameters": {
+            "plain": plain,
+            "blocks": block_matrices(model),
+            "readout": embedding,
+            "embedding": embedding,
+            "memory_projections": memory_parameters(model),
+            "gates": gate_parameters(model),
+            "scales": 2 * model.depth,
+            "deployed": plain + embedding + extra,
+            "prefiller": prefiller_parameters(config),
+            "trained": plain + embedding + extra + prefiller_parameters(config),
+        },
+        "flops_per_token": {
+            "decoder_forward": round(decoder_flops(model)),
+            "training": round(3 * objective_flops(config)),
+        },
+        "state_bytes": {name: state_nbytes(model, size) for name, size in BYTES.items()},
+        "steps": steps,
+        "tokens_per_step": config.train.tokens_per_step,
+        "tokens": steps * config.train.tokens_per_step,
+    }

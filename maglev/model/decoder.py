@@ -1,0 +1,114 @@
+"""The decoder P: all positions at once on given memories, or one step at a time on its own."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from maglev.config import ModelConfig
+from maglev.model.attention import Attend, Block
+from maglev.model.layers import Embedding, Readout
+from maglev.model.memory import MemoryFeatures, MemoryProjections, Rotation
+from maglev.model.state import DecoderState
+from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attention
+from maglev.ops.inject import rms_norm
+from maglev.ops.rotation import rotation, turn_frequencies
+
+
+class Scales(nn.Module):
+    """Residual and input scale of every layer: x <- a_l x + b_l x_0 before block l."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.residual_scale = nn.Parameter(torch.empty(depth))
+        self.input_scale = nn.Parameter(torch.empty(depth))
+
+
+def run_blocks(
+    x: Tensor,
+    blocks: nn.ModuleList,
+    scales: Scales,
+    rotation: Rotation,
+    memory: MemoryFeatures | None,
+    attends: Sequence[Attend],
+) -> Tensor:
+    """Embedded tokens through a stack to its final normalised state. (B, T, D) -> (B, T, D)"""
+    start = x
+    for layer, (block, attend) in enumerate(zip(blocks, attends, strict=True)):
+        x = scales.residual_scale[layer] * x + scales.input_scale[layer] * start
+        x = block(x, rotation, memory, attend)
+    return rms_norm(x)
+
+
+def attend_in_parallel(
+    windows: Sequence[int], tokens: Tensor, starts: Tensor | None, *, dtype: torch.dtype, head_dim: int
+) -> list[Attend]:
+    """For all positions of tokens (B, T)."""
+
+    def plan(window: int) -> AttentionPlan:
+        return plan_attention(window, tokens.shape[1], tokens.device, starts=starts, dtype=dtype, head_dim=head_dim)
+
+    plans = {window: plan(window) for window in set(windows)}
+    return [partial(windowed_attention, plan=plans[window]) for window in windows]
+
+
+class Decoder(nn.Module):
+    """Keyword `starts` (B, T) is the first position that each position may attend to, for rows of many documents."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.scales = Scales(config.depth)
+        self.injection = MemoryProjections(config) if config.memory == "kv" else None
+        self.readout = Readout(config.width, config.vocab_size, config.logit_softcap)
+        frequencies = turn_frequencies(config.head_dim, config.rope_base)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.frequencies: Tensor
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.embedding.compute_dtype or self.embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    def forward(self, tokens: Tensor, previous_memory: Tensor | None = None, *, starts: Tensor | None = None) -> Tensor:
+        """tokens (B, T), previous_memory (B, T, D) from `shift_right` -> memory (B, T, D).
+
+        A decoder without memory ignores `previous_memory`. None is not zeros: it is the stack without gates.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        config = self.config
+        attends = attend_in_parallel(config.windows, tokens, starts, dtype=self.compute_dtype, head_dim=config.head_dim)
+        return self.run(tokens, positions, previous_memory, attends)
+
+    def run(
+        self, tokens: Tensor, positions: Tensor, previous_memory: Tensor | None, attends: Sequence[Attend]
+    ) -> Tensor:
+        """Any subset of positions, with keys and values wherever `attends` keeps them. positions (T,) or (B, T)"""
+        x = self.embedding(tokens)
+        angles = rotation(positions, self.frequencies, x.dtype)
+        features = None
+        if self.injection is not None and previous_memory is not None:
+            features = self.injection(previous_memory.to(x.dtype), angles)
+        return run_blocks(x, self.blocks, self.scales, angles, features, attends)
+
+    def initial_state(self, batch_size: int) -> DecoderState:
+        return DecoderState.zeros(self.config, batch_size, self.compute_dtype, self.device)
+
+    def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """Read one token per row. tokens (B,) -> memory (B, D) and the next state; `state` stays as it was."""
+        following = state.clone()
+        return self.step_(tokens, following), following
+
+    def step_(self, tokens: Tensor, state: DecoderState) -> Tensor:
+        """`step` that rewrites `state` in place: no copy of the rings."""
+        attends = [cache.attend_at(state.position) for cache in state.caches]
+        memory = self.run(tokens[:, None], state.position[:, None], state.memory[:, None], attends)[:, 0]
+        state.memory = memory
+        state.position = state.position + 1
+        return memory

@@ -1,0 +1,90 @@
+"""The state of a running decoder: constant in size, however long the sequence.
+
+The paper's memory window has no variable of its own: it is the ring of mixed keys and values, whose entry j holds
+token x_j and memory m_{j-1} together.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from maglev.config import ModelConfig
+from maglev.ops.decode import decode_attention
+
+
+@dataclass
+class RingCache:
+    """Mixed K/V of the last `window` positions of one layer; position p lives in slot p mod window."""
+
+    key: Tensor  # (B, window, G, Dh)
+    value: Tensor  # (B, window, G, Dh)
+
+    def attend_at(self, position: Tensor) -> "RingAttend":
+        return RingAttend(self, position)
+
+
+class RingAttend:
+    """Write one position per row into the ring, then attend over what it holds."""
+
+    def __init__(self, cache: RingCache, position: Tensor) -> None:
+        self.cache = cache
+        self.position = position  # (B,)
+
+    def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
+        window = self.cache.key.shape[1]
+        row = torch.arange(query.shape[0], device=query.device)
+        slot = self.position % window
+        self.cache.key[row, slot] = mixed_key[:, 0]
+        self.cache.value[row, slot] = mixed_value[:, 0]
+        filled = (self.position + 1).clamp_max(window)
+        return decode_attention(query, self.cache.key, self.cache.value, filled)
+
+
+@dataclass
+class DecoderState:
+    """Rings, the memory of the last token, and how many tokens were read. Rows may be at different positions."""
+
+    caches: list[RingCache]
+    memory: Tensor  # (B, D)
+    position: Tensor  # (B,) int64, tokens read so far
+
+    @classmethod
+    def zeros(cls, config: ModelConfig, batch_size: int, dtype: torch.dtype, device: torch.device) -> "DecoderState":
+        def ring(window: int) -> Tensor:
+            return torch.zeros(batch_size, window, config.kv_heads, config.head_dim, dtype=dtype, device=device)
+
+        return cls(
+            caches=[RingCache(ring(window), ring(window)) for window in config.windows],
+            memory=torch.zeros(batch_size, config.width, dtype=dtype, device=device),
+            position=torch.zeros(batch_size, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def batch_size(self) -> int:
+        return self.memory.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [self.memory, self.position]
+        tensors += [tensor for cache in self.caches for tensor in (cache.key, cache.value)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def clone(self) -> "DecoderState":
+        caches = [RingCache(cache.key.clone(), cache.value.clone()) for cache in self.caches]
+        return DecoderState(caches, self.memory.clone(), self.position.clone())
+
+    def fork(self, count: int) -> list["DecoderState"]:
+        """Independent copies: what happens to one is not seen by another."""
+        return [self.clone() for _ in range(count)]
+
+    def restart(self, rows: Tensor, *, cache: bool, memory: bool) -> None:
+        """Begin anew in the rows where `rows` (B,) is True. Only distances matter to keys, so position 0 serves."""
+        if cache:
+            self.position = torch.where(rows, 0, self.position)
+            # a slot out of use is weighted with 0, and 0 x NaN would be NaN: nothing old may stay
+            for ring in self.caches:
+                for tensor in (ring.key, ring.value):
+                    tensor.masked_fill_(rows[:, None, None, None], 0)
+        if memory:
+            self.memory = torch.where(rows[:, None], 0, self.memory)
