@@ -1,0 +1,62 @@
+"""The prefiller Q: a causal stack that sees the whole history and produces all memory targets in one pass.
+
+It belongs to training alone; what is deployed never imports this file.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from maglev.config import ModelConfig, SeparateMaglevConfig, prefiller_config, tile_windows
+from maglev.model.attention import Block
+from maglev.model.decoder import Decoder, Scales, attend_in_parallel, run_blocks
+from maglev.model.layers import Linear
+from maglev.ops.inject import rms_norm
+from maglev.ops.rotation import rotation, turn_frequencies
+
+
+class SharedPrefiller(nn.Module):
+    """The plain Transformer over the decoder's blocks: no injection, no gates, residual and input scales of its own."""
+
+    def __init__(self, config: ModelConfig, pattern: str) -> None:
+        super().__init__()
+        self.windows = tile_windows(pattern, config.depth, config.window, config.context)
+        self.scales = Scales(config.depth)
+
+    def forward(self, tokens: Tensor, decoder: Decoder, starts: Tensor | None = None) -> Tensor:
+        """m'_{1:T}: (B, T) -> (B, T, D)."""
+        x = decoder.embedding(tokens)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        angles = rotation(positions, decoder.frequencies, x.dtype)
+        head_dim = decoder.config.head_dim
+        attends = attend_in_parallel(self.windows, tokens, starts, dtype=x.dtype, head_dim=head_dim)
+        return run_blocks(x, decoder.blocks, self.scales, angles, None, attends)
+
+
+class SeparatePrefiller(nn.Module):
+    """Blocks of its own, on the decoder's embedding. With another width, one matrix leads in and one leads out."""
+
+    def __init__(self, config: ModelConfig, objective: SeparateMaglevConfig) -> None:
+        super().__init__()
+        own = prefiller_config(config, objective)
+        self.windows, self.head_dim = own.windows, own.head_dim
+        self.blocks = nn.ModuleList(Block(own) for _ in range(own.depth))
+        self.scales = Scales(own.depth)
+        bridged = own.width != config.width
+        self.entry_proj = Linear(config.width, own.width) if bridged else None
+        self.exit_proj = Linear(own.width, config.width) if bridged else None
+        self.register_buffer("frequencies", turn_frequencies(own.head_dim, own.rope_base), persistent=False)
+        self.frequencies: Tensor
+
+    def forward(self, tokens: Tensor, decoder: Decoder, starts: Tensor | None = None) -> Tensor:
+        """m'_{1:T}: (B, T) -> (B, T, D)."""
+        x = decoder.embedding(tokens)
+        if self.entry_proj is not None:
+            x = rms_norm(self.entry_proj(x))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        angles = rotation(positions, self.frequencies, x.dtype)
+        attends = attend_in_parallel(self.windows, tokens, starts, dtype=x.dtype, head_dim=self.head_dim)
+        memory = run_blocks(x, self.blocks, self.scales, angles, None, attends)
+        return memory if self.exit_proj is None else rms_norm(self.exit_proj(memory))
+
+
+Prefiller = SharedPrefiller | SeparatePrefiller
