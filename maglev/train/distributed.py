@@ -1,0 +1,265 @@
+"""Ranks of a data-parallel run: started by torchrun, or one process without a process group."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from maglev.errors import RequestError, WorkError
+
+try:
+    from torch.distributed import all_gather_single
+except ImportError:
+    # its name before torch 2.13, where it warns
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+
+# Long enough for rank 0 to write a large checkpoint while the others wait.
+TIMEOUT = timedelta(minutes=30)
+BUCKET_ELEMENTS = 1 << 25
+
+Result = TypeVar("Result")
+
+
+class SaidElsewhere(WorkError):
+    """This rank stops because another one does, and that one says why. `status` is the exit status of both."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def start(device: str, init_method: str = "env://", timeout: timedelta = TIMEOUT) -> Ranks:
+    """Take the place that torchrun gave this process; without torchrun it is the only rank."""
+    rank, world, local_rank = read_place(os.environ)
+    chosen = resolve_device(device, world, local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if world > 1:
+        try:
+            dist.init_process_group(
+                "nccl" if chosen.type == "cuda" else "gloo",
+                init_method=init_method,
+                rank=rank,
+                world_size=world,
+                timeout=timeout,
+                device_id=chosen if chosen.type == "cuda" else None,
+            )
+        except ValueError as error:
+            raise RequestError(
+                f"rank {rank} cannot join the others: {error}; start all of them with torchrun"
+            ) from None
+        except RuntimeError as error:
+            raise WorkError(f"rank {rank} did not meet the other {world - 1}: {first_line(error)}") from error
+    return Ranks(rank, world, local_rank, chosen)
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def read_place(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """(rank, world, local rank) from torchrun's variables."""
+    if "WORLD_SIZE" not in environment:
+        return 0, 1, 0
+    values = []
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        text = environment.get(name, "")
+        if not text.isdigit():
+            raise RequestError(
+                f"WORLD_SIZE is set and {name} is {text!r}, which must be a whole number; "
+                "start several processes with torchrun, or unset WORLD_SIZE for one"
+            )
+        values.append(int(text))
+    rank, world, local_rank = values
+    if rank >= world:
+        raise RequestError(f"RANK is {rank}; it must be below WORLD_SIZE = {world}: start with torchrun")
+    return rank, world, local_rank
+
+
+def resolve_device(device: str, world: int = 1, local_rank: int = 0, setting: str = "train.device") -> torch.device:
+    """`auto`, `cpu`, `cuda` (one GPU per local rank) or `cuda:N` to the device of this process.
+
+    `setting` is what the user wrote it as.
+    """
+    kind, _, index = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+        raise RequestError(f"{setting} is {device!r}; it must be auto, cpu, cuda or cuda:N")
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RequestError(f"{setting} is {device!r} and PyTorch sees no CUDA GPU; set {setting} to cpu or auto")
+    if index and world > 1:
+        raise RequestError(
+            f"{setting} is {device!r}, one GPU for {world} processes; set it to cuda, which gives each its own"
+        )
+    wanted, present = int(index or local_rank), torch.cuda.device_count()
+    if wanted >= present:
+        raise RequestError(
+            f"GPU {wanted} is asked for and this machine has {present}; "
+            f"use at most {present} processes per machine and GPUs 0 to {present - 1}"
+        )
+    return torch.device("cuda", wanted)
+
+
+def rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+@contextmanager
+def exchange() -> Iterator[None]:
+    """A message that does not get through means that another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WorkError(
+            f"rank {rank_and_world()[0]} lost another rank, whose own message says why ({first_line(error)}); "
+            "start all of them again with --resume"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """The result of `work`, which every rank calls; where it fails on one, all stop, and the first of those says why.
+
+    A rank that failed alone would leave the others waiting for its next message. `work` itself sends none.
+    """
+    if not dist.is_initialized():
+        return work()
+    rank, world = rank_and_world()
+    results: list[Result] = []
+    failure: Exception | None = None
+    try:
+        results.append(work())
+    except Exception as error:
+        failure = error
+    statuses = [0.0] * world
+    if failure is not None:
+        statuses[rank] = 2.0 if isinstance(failure, RequestError) else 1.0
+    statuses = sum_over_ranks(statuses)
+    failed = [number for number, status in enumerate(statuses) if status]
+    if not failed:
+        return results[0]
+    if failure is not None and rank == failed[0]:
+        raise failure
+    raise SaidElsewhere(f"rank {failed[0]} failed, so rank {rank} stops too", int(statuses[failed[0]])) from failure
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        with exchange():
+            dist.barrier()
+
+
+def message_device() -> torch.device:
+    """Where a tensor must live to be sent: NCCL moves only GPU memory."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Element-wise sums in float64, the same on every rank."""
+    if not dist.is_initialized():
+        return [float(value) for value in values]
+    total = torch.tensor(values, dtype=torch.float64, device=message_device())
+    with exchange():
+        dist.all_reduce(total)
+        return [float(value) for value in total.tolist()]
+
+
+def largest_over_ranks(value: int) -> int:
+    if not dist.is_initialized():
+        return value
+    largest = torch.tensor(value, device=message_device())
+    with exchange():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
+
+
+def broadcast_text(text: str) -> str:
+    """Rank 0's text on every rank."""
+    if not dist.is_initialized():
+        return text
+    content = text.encode() if dist.get_rank() == 0 else b""
+    length = torch.tensor(len(content), device=message_device())
+    with exchange():
+        dist.broadcast(length, src=0)
+        message = torch.zeros(int(length), dtype=torch.uint8, device=message_device())
+        if content:
+            message.copy_(torch.tensor(list(content), dtype=torch.uint8))
+        if message.numel():
+            dist.broadcast(message, src=0)
+        return bytes(message.tolist()).decode()
+
+
+def all_agree(fingerprint: str, what: str = "configuration") -> None:
+    """Stop every rank with a WorkError where one of them holds another `what` than rank 0."""
+    if not dist.is_initialized():
+        return
+    digest = list(hashlib.sha256(fingerprint.encode()).digest())
+    mine = torch.tensor([digest], dtype=torch.uint8, device=message_device())  # (1, 32)
+    rows = gather_stack(mine).tolist()
+    others = [str(rank) for rank, row in enumerate(rows) if row != rows[0]]
+    if others:
+        message = (
+            f"ranks do not agree on the {what}: rank {', '.join(others)} differs from rank 0; "
+            "start all of them with the same command, code and data"
+        )
+        raise WorkError(message) if dist.get_rank() == 0 else SaidElsewhere(message, 1)
+
+
+def gather_stack(share: Tensor) -> Tensor:
+    """Shares of equal size, one per rank, joined in rank order along the first dimension."""
+    _, world = rank_and_world()
+    if world == 1:
+        return share
+    joined = share.new_empty(world * share.size(0), *share.shape[1:])
+    with exchange():
+        all_gather_single(joined, share.contiguous())
+    return joined
+
+
+def sum_tensors_over_ranks(tensors: Sequence[Tensor]) -> None:
+    """Replace every tensor by its sum over the ranks, a flat bucket at a time."""
+    if not dist.is_initialized():
+        return
+    for bucket in split_into_buckets(tensors, BUCKET_ELEMENTS):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        with exchange():
+            dist.all_reduce(flat)
+        pieces = flat.split([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(list(bucket), [piece.view_as(tensor) for piece, tensor in zip(pieces, bucket)])
+
+
+def split_into_buckets(tensors: Sequence[Tensor], limit: int) -> list[list[Tensor]]:
+    """Neighbours of one dtype, up to `limit` elements together; a larger tensor is alone."""
+    buckets: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not buckets or tensor.numel() > room or tensor.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(tensor)
+        room -= tensor.numel()
+    return buckets

@@ -1,0 +1,333 @@
+"""Muon for matrices and AdamW for the rest: plain update functions, and one class for any number of ranks.
+
+The update functions hold no state: they change the tensors they are given and return nothing.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maglev.errors import RequestError
+from maglev.train.distributed import gather_stack, rank_and_world, sum_tensors_over_ranks
+from maglev.train.param_groups import AdamWGroup, MuonGroup, ParamGroup
+
+Scalar = float | Tensor
+Coefficients = tuple[float, float, float]
+
+# Amsel et al., "The Polar Express" (arXiv 2505.16932): five steps, safety factor 1.02, cushion 2.
+POLAR_EXPRESS: tuple[Coefficients, ...] = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+POLAR_EXPRESS_SAFETY = 1.02
+
+# A graph per shape of stack; the default limit of the compiler is below what a separate prefiller needs.
+COMPILED_SHAPES = 64
+
+
+def apply_quintics(matrices: Tensor, coefficients: Sequence[Coefficients]) -> Tensor:
+    """X <- aX + (bA + cA^2)X with A = XX^T for each (a, b, c), on the shorter side of (N, R, C)."""
+    tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if tall else matrices
+    for a, b, c in coefficients:
+        gram = x @ x.mT  # (N, S, S), S the shorter side
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def frobenius_norm(matrices: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)  # (N, 1, 1)
+
+
+def polar_express(matrix_stack: Tensor, steps: int = 5) -> Tensor:
+    """Nearly the orthogonal factor of each matrix of an (N, R, C) stack, in the stack's dtype."""
+    dtype = torch.promote_types(matrix_stack.dtype, torch.float32)
+    if matrix_stack.is_cuda and dtype == torch.float32:
+        dtype = torch.bfloat16
+    x = matrix_stack.to(dtype)
+    x = x / (frobenius_norm(x) * POLAR_EXPRESS_SAFETY + 1e-6)
+    return apply_quintics(x, POLAR_EXPRESS[:steps]).to(matrix_stack.dtype)
+
+
+def nesterov(gradient: Tensor, momentum_buffer: Tensor, momentum: Scalar) -> Tensor:
+    momentum_buffer.lerp_(gradient, 1 - momentum)
+    return gradient.lerp(momentum_buffer, momentum)
+
+
+def second_moment_axis(rows: int, columns: int) -> int:
+    """The axis averaged away: one second moment per row, or per column of a wide matrix."""
+    return -1 if rows >= columns else -2
+
+
+def even_out(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
+    """Divide each row (column) by the root of its second moment, then restore the norm of each matrix."""
+    axis = second_moment_axis(*update.shape[-2:])
+    power = update.square().mean(axis, keepdim=True)  # (N, R, 1) or (N, 1, C)
+    second_moment.lerp_(power, 1 - beta2)
+    scale = second_moment.clamp_min(1e-10).rsqrt()
+    norm_ratio = power.sum((-2, -1), keepdim=True).sqrt() / (
+        (power * scale.square()).sum((-2, -1), keepdim=True).sqrt().clamp_min(1e-10)
+    )
+    return update * (scale * norm_ratio)
+
+
+def plain_decay(parameter: Tensor, update: Tensor) -> Tensor:
+    return parameter
+
+
+def cautious_decay(parameter: Tensor, update: Tensor) -> Tensor:
+    """The part of the parameter that decays: where the update shrinks it already (same sign)."""
+    return parameter * (update * parameter >= 0)
+
+
+def shape_factor(rows: int, columns: int) -> float:
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def muon_update(
+    parameter: Tensor,
+    gradient: Tensor,
+    momentum_buffer: Tensor,
+    second_moment: Tensor | None,
+    *,
+    lr: Scalar,
+    momentum: Scalar,
+    weight_decay: Scalar,
+    beta2: float | None,
+    orthogonalise: Callable[[Tensor], Tensor] = polar_express,
+    decay: Callable[[Tensor, Tensor], Tensor] = cautious_decay,
+) -> None:
+    """One Muon step for a stack of matrices (N, R, C); `beta2=None` leaves the second moment out."""
+    update = orthogonalise(nesterov(gradient, momentum_buffer, momentum))
+    if beta2 is not None:
+        assert second_moment is not None
+        update = even_out(update, second_moment, beta2)
+    lr = lr * shape_factor(*parameter.shape[-2:])
+    parameter.sub_(lr * (update + weight_decay * decay(parameter, update)))
+
+
+def adamw_update(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float = 0.0,
+) -> None:
+    """One AdamW step for a list of tensors; `step` counts from 1."""
+    beta1, beta2 = betas
+    if weight_decay:
+        torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+    torch._foreach_lerp_(means, gradients, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+    denominators = torch._foreach_sqrt(squares)
+    torch._foreach_div_(denominators, math.sqrt(1 - beta2**step))
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_addcdiv_(parameters, means, denominators, -lr / (1 - beta1**step))
+
+
+class MuonStack:
+    """Matrices of one shape; rank r updates the r-th share of them and keeps the state of no other."""
+
+    def __init__(self, group: MuonGroup, members: Sequence[tuple[str, Tensor]]) -> None:
+        rank, world = rank_and_world()
+        self.group = group
+        self.names = [name for name, _ in members]
+        self.parameters = [parameter for _, parameter in members]
+        count = len(members)
+        self.share = -(-count // world)
+        self.owned = slice(min(rank * self.share, count), min((rank + 1) * self.share, count))
+
+        first = self.parameters[0]
+        rows, columns = first.shape
+        owned_count = self.owned.stop - self.owned.start
+        reduced = (rows, 1) if second_moment_axis(rows, columns) == -1 else (1, columns)
+        self.momentum = first.new_zeros(owned_count, rows, columns, requires_grad=False)
+        self.second_moment = first.new_zeros(owned_count, *reduced, requires_grad=False)
+
+    def update(self, rule: Callable[..., None], lr: float, momentum: float, weight_decay: float) -> None:
+        owned = self.parameters[self.owned]
+        stacked = torch.empty_like(self.momentum)  # (owned, R, C)
+        if owned:
+            torch.stack(owned, out=stacked)
+            rule(
+                stacked,
+                torch.stack([gradient_of(parameter) for parameter in owned]),
+                self.momentum,
+                self.second_moment,
+                lr=stacked.new_full((), lr),
+                momentum=stacked.new_full((), momentum),
+                weight_decay=stacked.new_full((), weight_decay),
+                beta2=self.group.beta2,
+            )
+        torch._foreach_copy_(self.parameters, list(self.gather(stacked)))
+
+    def gather(self, owned: Tensor) -> Tensor:
+        """This rank's part (owned, ...) to the whole (N, ...)."""
+        missing = self.share - owned.size(0)
+        padded = torch.cat([owned, owned.new_zeros(missing, *owned.shape[1:])]) if missing else owned
+        return gather_stack(padded)[: len(self.parameters)]
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's part of the state, by name: views to copy from or into."""
+        own = self.names[self.owned]
+        tensors = {f"momentum/{name}": tensor for name, tensor in zip(own, self.momentum)}
+        return tensors | {f"second_moment/{name}": tensor for name, tensor in zip(own, self.second_moment)}
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The state of all ranks, by name."""
+        momentum, second_moment = self.gather(self.momentum), self.gather(self.second_moment)
+        tensors = {f"momentum/{name}": tensor for name, tensor in zip(self.names, momentum)}
+        return tensors | {f"second_moment/{name}": tensor for name, tensor in zip(self.names, second_moment)}
+
+
+class AdamWTensors:
+    """Parameters of one AdamW group; every rank updates all of them alike."""
+
+    def __init__(self, group: AdamWGroup) -> None:
+        self.group = group
+        self.names = [name for name, _ in group.members]
+        self.parameters: list[Tensor] = [parameter for _, parameter in group.members]
+        self.means = [torch.zeros_like(parameter, requires_grad=False) for parameter in self.parameters]
+        self.squares = [torch.zeros_like(parameter, requires_grad=False) for parameter in self.parameters]
+
+    def update(self, step: int, lr: float) -> None:
+        gradients = [gradient_of(parameter) for parameter in self.parameters]
+        adamw_update(
+            self.parameters,
+            gradients,
+            self.means,
+            self.squares,
+            step=step,
+            lr=lr,
+            betas=self.group.betas,
+            eps=self.group.eps,
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = {f"adam_mean/{name}": tensor for name, tensor in zip(self.names, self.means)}
+        return tensors | {f"adam_square/{name}": tensor for name, tensor in zip(self.names, self.squares)}
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def stacks_by_shape(group: MuonGroup) -> list[MuonStack]:
+    members: dict[Any, list[tuple[str, Tensor]]] = {}
+    for name, parameter in group.members:
+        assert parameter.ndim == 2, f"Muon takes matrices; {name} has shape {tuple(parameter.shape)}"
+        key = (parameter.shape, parameter.dtype, parameter.device)
+        members.setdefault(key, []).append((name, parameter))
+    return [MuonStack(group, alike) for alike in members.values()]
+
+
+class Optimizer:
+    """Muon and AdamW over parameter groups, the same code on one rank and on many.
+
+    Gradients are summed over the ranks, so each rank's must be weighted to make the sum that of the global
+    mean loss. A gradient that is None counts as zeros, since another rank may hold one.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], compiled: bool = False) -> None:
+        names = [name for group in groups for name, _ in group.members]
+        parameters = [parameter for group in groups for _, parameter in group.members]
+        assert len(set(names)) == len(set(map(id, parameters))) == len(names), "a parameter is in two places"
+        self.parameters: list[Tensor] = list(parameters)
+        self.steps = 0
+        self.stacks: list[MuonStack] = []
+        self.adamw: list[AdamWTensors] = []
+        for group in groups:
+            if isinstance(group, MuonGroup):
+                self.stacks += stacks_by_shape(group)
+            else:
+                assert isinstance(group, AdamWGroup)
+                self.adamw.append(AdamWTensors(group))
+        self.muon_rule = compile_rule(muon_update) if compiled else muon_update
+
+    @torch.no_grad()
+    def step(self, lr_scale: float, muon_momentum: float, weight_decay_scale: float) -> None:
+        """One step; the gradients hold their sums over the ranks afterwards."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        sum_tensors_over_ranks([gradient_of(parameter) for parameter in self.parameters])
+        self.steps += 1
+        for stack in self.stacks:
+            group = stack.group
+            stack.update(self.muon_rule, group.lr * lr_scale, muon_momentum, group.weight_decay * weight_decay_scale)
+        for tensors in self.adamw:
+            tensors.update(self.steps, tensors.group.lr * lr_scale)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    @torch.no_grad()
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The whole state by parameter name, copied to the CPU; all ranks must call it together."""
+        tensors = {"step": torch.tensor(self.steps)}
+        for stack in self.stacks:
+            tensors |= {name: copy_to_cpu(tensor) for name, tensor in stack.whole_state().items()}
+        for adamw in self.adamw:
+            tensors |= {name: copy_to_cpu(tensor) for name, tensor in adamw.state().items()}
+        return tensors
+
+    @torch.no_grad()
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `state_tensors` gave, on whatever number of ranks it did."""
+        self.check_names(tensors)
+        self.steps = int(tensors["step"])
+        parts: list[MuonStack | AdamWTensors] = [*self.stacks, *self.adamw]
+        for name, own in [item for part in parts for item in part.state().items()]:
+            given = tensors[name]
+            if given.shape != own.shape:
+                raise RequestError(
+                    f"optimizer state {name} has shape {tuple(given.shape)} and this model needs "
+                    f"{tuple(own.shape)}; resume with the settings that the run was started with"
+                )
+            own.copy_(given)
+
+    def check_names(self, tensors: Mapping[str, Tensor]) -> None:
+        expected = {"step"}
+        for stack in self.stacks:
+            expected |= {f"{kind}/{name}" for kind in ("momentum", "second_moment") for name in stack.names}
+        for adamw in self.adamw:
+            expected |= set(adamw.state())
+        differing = sorted(expected ^ set(tensors))
+        if differing:
+            verb = "lacks" if differing[0] in expected else "holds"
+            raise RequestError(
+                f"the optimizer state {verb} {differing[0]!r} ({len(differing)} names differ from "
+                "this model's); resume with the settings that the run was started with"
+            )
+
+
+def copy_to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def compile_rule(rule: Callable[..., None]) -> Callable[..., None]:
+    """Compile once per shape: what changes from step to step arrives in 0-d tensors."""
+    compiled: Callable[..., None] = torch.compile(rule, dynamic=False, fullgraph=True)
+
+    def call(*arguments: Any, **keywords: Any) -> None:
+        with torch._dynamo.config.patch(recompile_limit=COMPILED_SHAPES):
+            compiled(*arguments, **keywords)
+
+    return call

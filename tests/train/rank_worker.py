@@ -1,0 +1,142 @@
+"""Run by test_distributed.py: the same toy training on 2, 1 and 4 gloo ranks. `rank_worker.py FOLDER`.
+
+torch is imported once and every rank is a fork, before any thread exists.
+"""
+
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from maglev.config import OptimizerConfig
+from maglev.errors import WorkError
+from maglev.train import distributed
+from maglev.train.optimizer import Optimizer
+from maglev.train.param_groups import build_param_groups
+
+SHARDS = 4
+# Stacks of 5, 3 and 1 matrices: none divides by 2 or 4, and some ranks own nothing.
+SHAPES = (
+    {"embedding.weight": (7, 4), "readout.weight": (7, 4), "residual_scale": (3,), "input_scale": (3,)}
+    | {f"blocks.{i}.up_proj.weight": (6, 4) for i in range(5)}
+    | {f"blocks.{i}.down_proj.weight": (4, 6) for i in range(3)}
+    | {f"blocks.{i}.local_gate.weight": (2, 4) for i in range(3)}
+    | {"injection.memory_key_proj.weight": (4, 4)}
+)
+# Parameters that only one shard reaches, so that most ranks hold no gradient.
+SPARSE = ("blocks.1.local_gate.weight", "blocks.2.up_proj.weight")
+
+
+def start_parameters() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def build(parameters: dict[str, nn.Parameter]) -> Optimizer:
+    return Optimizer(build_param_groups(parameters.items(), OptimizerConfig(), 64, 3, 524_288))
+
+
+def set_gradients(parameters: dict[str, nn.Parameter], step: int, ranks: distributed.Ranks) -> None:
+    """Rank r holds the gradients of the shards r, r + world, ..."""
+    for index, (name, parameter) in enumerate(parameters.items()):
+        for shard in range(ranks.rank, SHARDS, ranks.world):
+            if name in SPARSE and shard != 3:
+                continue
+            generator = torch.Generator().manual_seed(1000 * step + 10 * index + shard)
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def train(parameters: dict[str, nn.Parameter], optimizer: Optimizer, ranks: distributed.Ranks, steps: range) -> None:
+    for step in steps:
+        set_gradients(parameters, step, ranks)
+        optimizer.step(1.0 - 0.1 * step, 0.85 + 0.01 * step, 1.0 - 0.2 * step)
+        optimizer.zero_grad()
+
+
+def values(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def disagreement(fingerprint: str) -> str:
+    try:
+        distributed.all_agree(fingerprint, "data")
+    except WorkError as error:
+        return str(error)
+    return ""
+
+
+def work(folder: Path, world: int) -> None:
+    ranks = distributed.start("cpu", f"file://{folder}/store-{world}", timedelta(seconds=60))
+    out = folder / f"world-{world}"
+    distributed.BUCKET_ELEMENTS = 50
+    parameters = start_parameters()
+    optimizer = build(parameters)
+    train(parameters, optimizer, ranks, range(2))
+    state = optimizer.state_tensors()
+    save_file(state, out / f"state-{ranks.rank}.safetensors")
+    if ranks.is_main:
+        save_file(values(parameters), out / "half.safetensors")
+    train(parameters, optimizer, ranks, range(2, 4))
+    save_file(values(parameters), out / f"final-{ranks.rank}.safetensors")
+
+    half = folder / "world-2"
+    resumed = start_parameters()
+    for name, tensor in load_file(half / "half.safetensors").items():
+        resumed[name].data.copy_(tensor)
+    optimizer = build(resumed)
+    optimizer.load_state_tensors(load_file(half / "state-0.safetensors"))
+    train(resumed, optimizer, ranks, range(2, 4))
+    save_file(values(resumed), out / f"resumed-{ranks.rank}.safetensors")
+
+    facts = {
+        "ranks": [ranks.rank, ranks.world, ranks.local_rank, str(ranks.device)],
+        "sums": distributed.sum_over_ranks([1.0, ranks.rank, 1e-12]),
+        "text": distributed.broadcast_text("größe 1" if ranks.is_main else "another"),
+        "empty": distributed.broadcast_text("" if ranks.is_main else "another"),
+        "agree": disagreement("same"),
+        "disagree": disagreement("one" if ranks.rank < 1 else "other"),
+        "owned": [stack.momentum.size(0) for stack in optimizer.stacks],
+    }
+    (out / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
+    distributed.barrier()
+    distributed.stop()
+
+
+def run_rank(folder: Path, world: int, rank: int) -> None:
+    """Never returns: the fork ends here."""
+    status = 1
+    try:
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        work(folder, world)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main(folder: Path) -> None:
+    for world in (2, 1, 4):
+        (folder / f"world-{world}").mkdir()
+        children = []
+        for rank in range(world):
+            child = os.fork()
+            if child == 0:
+                run_rank(folder, world, rank)
+            children.append(child)
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        if any(statuses):
+            sys.exit(f"world {world}: ranks ended with {statuses}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
