@@ -1,0 +1,153 @@
+"""A decoder with its tokenizer: read text into a state, write text from one."""
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from maglev.checkpoint import newest
+from maglev.config import canonical_json
+from maglev.data.tokenizer import Tokenizer
+from maglev.errors import RequestError
+from maglev.inference.reading import ReadingReport, read_
+from maglev.inference.sampling import Sampling, next_token
+from maglev.inference.state import State, load_state
+from maglev.inference.streaming import TextStream
+from maglev.model.decoder import Decoder
+from maglev.runs import TOKENIZER, read_config
+
+Method = Literal["parallel", "step"]
+# how far back a repetition penalty looks
+RECENT_TOKENS = 1024
+
+
+class LanguageModel:
+    """The bounded decoder in use. Without a state, reading and writing begin with BOS."""
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer) -> None:
+        if tokenizer.vocab_size != decoder.config.vocab_size:
+            raise RequestError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens and the model {decoder.config.vocab_size}; "
+                f"use the tokenizer of the run"
+            )
+        self.decoder = decoder.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Configuration and weights: states of another model are told apart by it."""
+        digest = hashlib.sha256(canonical_json(vars(self.decoder.config)).encode())
+        for name, tensor in sorted(self.decoder.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def read(self, text: str, state: State | None = None, method: Method = "parallel") -> State:
+        """Read text into a new state; the one given stays as it is.
+
+        "parallel" iterates passes over chunks to the decoder's own fixed point, "step" goes token by token; both end in
+        the same state, to the tolerance of the precision. `state.reading` says what it took.
+        """
+        if method not in get_args(Method):
+            raise RequestError(f"method is {method!r}; it must be one of {', '.join(get_args(Method))}")
+        state = State(self.decoder.initial_state(1), self.fingerprint) if state is None else self.own(state).clone()
+        tokens = self.tokenizer.encode(text)
+        self.read_tokens(tokens if state.position else [self.tokenizer.bos_id, *tokens], state, method)
+        return state
+
+    def read_tokens(self, tokens: list[int], state: State, method: Method) -> None:
+        """Rewrite `state` in place."""
+        if method == "step" or len(tokens) <= 1:
+            self.step_through(tokens, state)
+            state.reading = ReadingReport(stepped=len(tokens), tokens=len(tokens))
+            return
+        batch = torch.tensor([tokens], dtype=torch.int64, device=self.decoder.device)
+        state.reading = read_(self.decoder, batch, state.inner)
+
+    def own(self, state: State) -> State:
+        if state.fingerprint != self.fingerprint:
+            raise RequestError("this state belongs to another model; read the text with this one")
+        return state
+
+    @torch.inference_mode()
+    def step_through(self, tokens: list[int], state: State) -> None:
+        for token in torch.tensor(tokens, dtype=torch.int64, device=self.decoder.device):
+            self.decoder.step_(token[None], state.inner)
+
+    @torch.inference_mode()
+    def next_logits(self, state: State) -> Tensor:
+        """(V,), of the token after the last one read."""
+        return self.decoder.readout(state.memory)[0]
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        state: State | None = None,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """Yield text, whole characters only, until `max_tokens`, a stop string or the end of the document.
+
+        A repetition penalty counts the tokens of this prompt and what was written since: a state keeps no list.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        stream = TextStream(stop)
+        if max_tokens < 0:
+            raise RequestError(f"max_tokens is {max_tokens}; it must not be negative")
+        state = self.read(prompt, state)
+        recent = deque(self.tokenizer.encode(prompt), maxlen=RECENT_TOKENS)
+        return self.write(state, max_tokens, sampling, stream, torch.Generator().manual_seed(seed), recent)
+
+    def write(
+        self,
+        state: State,
+        max_tokens: int,
+        sampling: Sampling,
+        stream: TextStream,
+        generator: torch.Generator,
+        recent: deque[int],
+    ) -> Iterator[str]:
+        """Go on from `state`, which is rewritten in place."""
+        for _ in range(max_tokens):
+            token = next_token(self.next_logits(state), sampling, generator, recent)
+            if token == self.tokenizer.bos_id:
+                break
+            recent.append(token)
+            self.step_through([token], state)
+            if piece := stream.feed(self.tokenizer.token_bytes[token]):
+                yield piece
+            if stream.stopped:
+                return
+        if rest := stream.feed(b"", final=True):
+            yield rest
+
+    def load_state(self, path: str | Path) -> State:
+        return load_state(path, self.decoder, self.fingerprint)
+
+
+def load(run: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> LanguageModel:
+    """The newest checkpoint of a run, its decoder alone. bfloat16 on a GPU, float32 elsewhere, unless told."""
+    run = Path(run)
+    config = read_config(run)
+    if not (run / TOKENIZER).is_file():
+        raise RequestError(f"{run} has no {TOKENIZER}; name a whole run folder")
+    found = newest(run, report=lambda line: None)
+    if found is None:
+        raise RequestError(f"{run} has no checkpoint yet; let 'maglev train' reach one (train.checkpoint_every)")
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    decoder = Decoder(config.model)
+    decoder.load_state_dict(found.tensors("decoder"))
+    decoder.to(place, dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32))
+    return LanguageModel(decoder, Tokenizer.load(run / TOKENIZER))

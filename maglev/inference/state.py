@@ -1,0 +1,87 @@
+"""A reader's state as an object: fork it, save it, go on from it. It belongs to one model, by fingerprint."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from maglev.errors import RequestError, WorkError
+from maglev.files import atomic_path
+from maglev.inference.reading import ReadingReport
+from maglev.model.decoder import Decoder
+from maglev.model.state import DecoderState, RingCache
+
+FORMAT = "maglev-state-1"
+
+
+class State:
+    """What one reader carries: rings, the memory of the last token read, the position. Constant in size."""
+
+    def __init__(self, inner: DecoderState, fingerprint: str) -> None:
+        self.inner = inner
+        self.fingerprint = fingerprint
+        # what the last reading took; not part of what is saved
+        self.reading: ReadingReport | None = None
+
+    @property
+    def memory(self) -> Tensor:
+        """m of the last token read, (1, D)."""
+        return self.inner.memory
+
+    @property
+    def position(self) -> int:
+        """Tokens read so far."""
+        return int(self.inner.position[0])
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    def clone(self) -> "State":
+        return State(self.inner.clone(), self.fingerprint)
+
+    def fork(self, count: int) -> list["State"]:
+        """Independent states that go on from here."""
+        if count < 1:
+            raise RequestError(f"fork({count}): ask for at least one state")
+        return [self.clone() for _ in range(count)]
+
+    def save(self, path: str | Path) -> None:
+        tensors = {"memory": self.inner.memory, "position": self.inner.position}
+        for layer, cache in enumerate(self.inner.caches):
+            tensors |= {f"key.{layer}": cache.key, f"value.{layer}": cache.value}
+        own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        with atomic_path(Path(path)) as temporary:
+            save_file(own, temporary, metadata={"format": FORMAT, "model": self.fingerprint})
+
+
+def load_state(path: str | Path, decoder: Decoder, fingerprint: str) -> State:
+    """Read a state back. Another model's is refused, and so is a file that is cut short or not a state."""
+    empty = decoder.initial_state(1)
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise RequestError(f"{path} is not a saved state; save one with state.save(path)")
+            if metadata.get("model") != fingerprint:
+                raise RequestError(f"{path} is the state of another model; load it with the model that made it")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise RequestError(f"{path} does not exist; save a state with state.save(path)") from None
+    except (SafetensorError, OSError) as error:
+        raise WorkError(f"{path} cannot be read as a state, it is cut short or damaged: {error}") from None
+
+    def take(name: str, like: Tensor) -> Tensor:
+        found = tensors.get(name)
+        if found is None or found.shape != like.shape:
+            raise WorkError(f"{path} is damaged: {name} is missing or of another shape")
+        return found.to(like.device, like.dtype)
+
+    caches = [
+        RingCache(take(f"key.{layer}", cache.key), take(f"value.{layer}", cache.value))
+        for layer, cache in enumerate(empty.caches)
+    ]
+    inner = DecoderState(caches, take("memory", empty.memory), take("position", empty.position).to(torch.int64))
+    return State(inner, fingerprint)

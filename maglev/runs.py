@@ -1,0 +1,41 @@
+"""What lies in a run folder, for everything that reads one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from maglev.config import RunConfig
+from maglev.errors import RequestError
+
+CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
+BAD_BATCHES = "bad-batches"
+
+
+def read_config(run: Path) -> RunConfig:
+    file = Path(run) / CONFIG
+    if not file.is_file():
+        raise RequestError(f"{run} is not a run folder, it has no {CONFIG}; name a folder that 'maglev train' made")
+    try:
+        value = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise RequestError(f"{file} is damaged ({error}); name another run") from None
+    if not isinstance(value, dict) or not all(isinstance(part, dict) for key, part in value.items() if key != "recipe"):
+        raise RequestError(f"{file} is damaged (not an object of sections); name another run")
+    try:
+        return RunConfig.from_dict(value)
+    except RequestError as error:
+        raise RequestError(f"{file}: {error}") from None
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a line that a kill cut short is left out."""
+    file = Path(run) / METRICS
+    rows = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows

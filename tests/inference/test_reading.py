@@ -1,0 +1,164 @@
+"""All ways to compute a state end in the same one: passes, steps, chunks, going on from a saved state, ragged rows."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maglev.inference.reading import default_chunk, read_
+from maglev.inference.state import State, load_state
+from maglev.model.decoder import Decoder
+from maglev.model.memory import shift_right
+from maglev.model.state import DecoderState
+from tests.helpers import random_tokens, small, step_through
+
+BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4}
+
+
+def contracting(recipe: str, dtype: torch.dtype, **shape: int) -> Decoder:
+    """Weights small enough that a perturbation of the memories shrinks; `test_the_weights_contract` measures it."""
+    return small(recipe, scale=0.3, dtype=dtype, **shape).decoder
+
+
+def contraction(decoder: Decoder, tokens: torch.Tensor) -> float:
+    """How much a small change of all memories shrinks in one pass."""
+    memory = step_through(decoder, tokens)
+    noise = 1e-4 * torch.randn(memory.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with torch.no_grad():
+        moved = decoder(tokens, shift_right(memory + noise.to(memory.dtype))) - decoder(tokens, shift_right(memory))
+    return float(moved.norm() / noise.norm())
+
+
+def stepped(decoder: Decoder, tokens: torch.Tensor, state: DecoderState) -> DecoderState:
+    state = state.clone()
+    with torch.no_grad():
+        for slot in range(tokens.shape[1]):
+            decoder.step_(tokens[:, slot], state)
+    return state
+
+
+def assert_same_state(one: DecoderState, other: DecoderState, bound: float) -> None:
+    assert torch.equal(one.position, other.position)
+    torch.testing.assert_close(one.memory, other.memory, rtol=0, atol=bound)
+    for mine, theirs in zip(one.caches, other.caches, strict=True):
+        torch.testing.assert_close(mine.key, theirs.key, rtol=0, atol=bound)
+        torch.testing.assert_close(mine.value, theirs.value, rtol=0, atol=bound)
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "recipe": st.sampled_from(["swa-ssss", "transformer-slsl", "lrt-slsl", "maglev-shared-0.1"]),
+        "dtype": st.sampled_from([torch.float64, torch.float32]),
+        "depth": st.integers(1, 3),
+        "window": st.integers(1, 9),
+        "kv_heads": st.sampled_from([1, 2, 4]),
+        "length": st.integers(1, 60),
+        "before": st.tuples(st.integers(0, 20), st.integers(0, 20)),
+        "chunk": st.sampled_from([None, 1, 5, 16, 100]),
+    }
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=CASES)
+def test_every_way_to_compute_a_state_gives_the_same_one(case: dict, tmp_path_factory: pytest.TempPathFactory) -> None:
+    bound = BOUNDS[case["dtype"]]
+    shape = {key: case[key] for key in ("depth", "window", "kv_heads")}
+    decoder = contracting(case["recipe"], case["dtype"], **shape)
+    tokens = random_tokens(2, case["length"], seed=1)
+    # rows of one batch at different positions
+    alone = [stepped(decoder, random_tokens(1, n, seed=2), decoder.initial_state(1)) for n in case["before"]]
+    ragged = join(alone)
+    expected = stepped(decoder, tokens, ragged)
+    read = ragged.clone()
+    report = read_(decoder, tokens, read, chunk=case["chunk"])
+    assert_same_state(read, expected, bound)
+    assert report.tokens == case["length"] and len(report.passes) >= 1
+    for row, state in enumerate(alone):
+        assert_same_state(row_of(expected, row), stepped(decoder, tokens[row : row + 1], state), bound)
+    # half of it, saved, loaded, and on
+    half = case["length"] // 2
+    first = row_of(ragged, 0)
+    read_(decoder, tokens[:1, :half], first) if half else None
+    path = tmp_path_factory.mktemp("state") / "s.safetensors"
+    State(first, "model").save(path)
+    loaded = load_state(path, decoder, "model").inner
+    read_(decoder, tokens[:1, half:], loaded)
+    assert_same_state(loaded, row_of(expected, 0), bound)
+    # one parallel pass over the stepped memories gives them back
+    memory = step_through(decoder, tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(decoder(tokens, shift_right(memory)), memory, rtol=0, atol=bound)
+
+
+def join(states: list[DecoderState]) -> DecoderState:
+    joined = states[0].clone()
+    for mine, *others in zip(joined.caches, *(state.caches for state in states[1:]), strict=True):
+        mine.key = torch.cat([mine.key, *(other.key for other in others)])
+        mine.value = torch.cat([mine.value, *(other.value for other in others)])
+    joined.memory = torch.cat([state.memory for state in states])
+    joined.position = torch.cat([state.position for state in states])
+    return joined
+
+
+def row_of(state: DecoderState, row: int) -> DecoderState:
+    copy = state.clone()
+    for cache in copy.caches:
+        cache.key, cache.value = cache.key[row : row + 1].clone(), cache.value[row : row + 1].clone()
+    copy.memory, copy.position = copy.memory[row : row + 1], copy.position[row : row + 1]
+    return copy
+
+
+@pytest.mark.parametrize("recipe", ["lrt-slsl", "maglev-shared-0.1"])
+def test_the_weights_contract(recipe: str) -> None:
+    assert contraction(contracting(recipe, torch.float64), random_tokens(2, 60)) < 1
+
+
+def test_settles_in_few_passes_where_the_map_contracts() -> None:
+    decoder = contracting("maglev-shared-0.1", torch.float32)
+    report = read_(decoder, random_tokens(1, 200), decoder.initial_state(1))
+    assert report.stepped == 0
+    assert max(report.passes) < default_chunk(decoder)
+
+
+def test_a_chunk_that_does_not_settle_is_finished_by_stepping() -> None:
+    """On weights that expand, no two orders of arithmetic agree on a trajectory; the residual is at rounding."""
+    decoder = small("maglev-shared-0.1", scale=4.0).decoder
+    tokens = random_tokens(1, 60)
+    assert contraction(decoder, tokens) > 1
+    state = decoder.initial_state(1)
+    report = read_(decoder, tokens, state, budget=6, chunk=30)
+    assert report.passes == [6, 6] and report.stepped == 2 * 24
+    before = decoder.initial_state(1)
+    read_(decoder, tokens[:, :-1], before, budget=6, chunk=30)
+    memory, _ = decoder.step(tokens[:, -1], before)
+    torch.testing.assert_close(memory, state.memory, rtol=0, atol=1e-9)
+
+
+def test_positions_up_to_the_number_of_passes_are_exact_whatever_the_weights() -> None:
+    decoder = small("maglev-shared-0.1", scale=4.0).decoder
+    tokens = random_tokens(2, 40)
+    expected = step_through(decoder, tokens)
+    memory = torch.zeros_like(expected)
+    for passes in range(1, 6):
+        with torch.no_grad():
+            memory = decoder(tokens, shift_right(memory))
+        torch.testing.assert_close(memory[:, :passes], expected[:, :passes], rtol=0, atol=1e-11)
+
+
+def test_default_chunk_is_as_far_as_one_pass_carries() -> None:
+    decoder = small("maglev-shared-0.1").decoder
+    assert default_chunk(decoder) == 3 * 7 + 1
+
+
+def test_reading_leaves_no_trace_of_the_prompt_in_the_state_size(tmp_path: Path) -> None:
+    decoder = contracting("maglev-shared-0.1", torch.float32)
+    sizes = set()
+    for length in (8, 400):
+        state = decoder.initial_state(1)
+        read_(decoder, random_tokens(1, length), state)
+        State(state, "model").save(tmp_path / "s.safetensors")
+        sizes.add((state.nbytes, (tmp_path / "s.safetensors").stat().st_size))
+    assert len(sizes) == 1
