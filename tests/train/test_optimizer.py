@@ -8,6 +8,8 @@ from torch._dynamo.testing import CompileCounter
 from maglev.config import OptimizerConfig
 from maglev.errors import RequestError
 from maglev.train.optimizer import (
+    POLAR_EXPRESS,
+    POLAR_EXPRESS_SAFETY,
     Optimizer,
     adamw_update,
     apply_quintics,
@@ -308,12 +310,24 @@ def test_compiled_rule_is_traced_once_per_shape(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-6)
 
 
+def polar_express_in_bfloat16(matrix_stack: Tensor) -> Tensor:
+    x = matrix_stack.bfloat16()
+    x = x / (frobenius_norm(x) * POLAR_EXPRESS_SAFETY + 1e-6)
+    return apply_quintics(x, POLAR_EXPRESS).to(matrix_stack.dtype)
+
+
+def distance(one: list[Tensor], other: list[Tensor]) -> float:
+    return sum(float((a.cpu() - b.cpu()).square().sum()) for a, b in zip(one, other, strict=True)) ** 0.5
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_cuda_follows_the_cpu_to_bfloat16() -> None:
-    cpu = take_steps(Optimizer(toy_groups()), range(4))
-    cuda = take_steps(Optimizer(toy_groups("cuda")), range(4))
-    compiled = take_steps(Optimizer(toy_groups("cuda"), compiled=True), range(4))
-    for plain, eager, fused in zip(cpu, cuda, compiled):
-        torch.testing.assert_close(eager.cpu(), plain, rtol=0, atol=2e-3)
-        torch.testing.assert_close(fused.cpu(), plain, rtol=0, atol=2e-3)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cuda_is_as_close_to_float32_as_plain_bfloat16(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orthogonalising in bfloat16 moves the weights a little elsewhere; at most twice as far as on the CPU."""
+    exact = take_steps(Optimizer(toy_groups()), range(4))
+    cuda = take_steps(Optimizer(toy_groups("cuda"), compiled=compiled), range(4))
+    assert muon_update.__kwdefaults__ is not None
+    monkeypatch.setitem(muon_update.__kwdefaults__, "orthogonalise", polar_express_in_bfloat16)
+    plain = take_steps(Optimizer(toy_groups()), range(4))
+    assert distance(plain, exact) > 0
+    assert distance(cuda, exact) <= 2 * distance(plain, exact)

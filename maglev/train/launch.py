@@ -1,0 +1,145 @@
+"""`maglev train` as a function: check the request, start the ranks, run, leave the run folder whole."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from maglev import files
+from maglev.config import RunConfig, canonical_json
+from maglev.data.shards import TokenData, open_data
+from maglev.errors import RequestError
+from maglev.evaluate.runs import check_tokenizer
+from maglev.recipes import run_config
+from maglev.runs import BAD_BATCHES, CONFIG, TOKENIZER, read_config
+from maglev.train import distributed
+from maglev.train.loop import Trainer, Watch
+from maglev.train.metrics import writing
+from maglev.train.signals import interruption
+
+# what may differ when a run is resumed, because it does not change what is computed
+FREE_ON_RESUME = {
+    "device", "checkpoint_every", "keep_checkpoints", "validate_every", "validation_rows", "log_every",
+    "tensorboard", "compile", "max_bad_steps", "threads", "rows_per_pass",
+}  # fmt: skip
+
+
+def configure(recipe: str, depth: int, settings: dict[str, Any], data: TokenData) -> RunConfig:
+    """The vocabulary is the data's; a contradicting one is an error, not a silent choice."""
+    wanted = settings.get("model.vocab_size", data.vocab_size)
+    config = run_config(recipe, depth, {**settings, "model.vocab_size": wanted})
+    if config.model.vocab_size != data.vocab_size:
+        raise RequestError(
+            f"model.vocab_size is {config.model.vocab_size} and the tokenizer of {data.folder} has {data.vocab_size} "
+            f"tokens; leave model.vocab_size away, or prepare the data with another tokenizer"
+        )
+    return config
+
+
+def claim_run(run: Path, config: RunConfig, data: TokenData, resume: bool, held: ExitStack) -> None:
+    """Refuse a folder that is not this run's, and keep other processes out of it as long as `held` lasts."""
+    if (run / CONFIG).exists():
+        if not resume:
+            raise RequestError(f"{run} holds a run already; add --resume to go on with it, or choose another --out")
+        refuse_other_run(run, read_config(run), config)
+        if (run / TOKENIZER).exists():
+            check_tokenizer(run, data)
+    elif run.exists() and not (run.is_dir() and is_unfinished_claim(run)):
+        raise RequestError(f"{run} exists and is not a run folder; choose another --out")
+    with writing(run):
+        run.mkdir(parents=True, exist_ok=True)
+        held.enter_context(sole_writer(run))
+        for folder in (run, run / "checkpoints", run / BAD_BATCHES):
+            files.remove_leftovers(folder)
+
+
+def begin_run(run: Path, config: RunConfig, data: TokenData) -> None:
+    """Only now, when nothing in the request can be wrong any more: a refused one leaves no run behind."""
+    with writing(run):
+        if not (run / CONFIG).exists() or not (run / TOKENIZER).exists():
+            data.tokenizer.save(run / TOKENIZER)
+        if not (run / CONFIG).exists():
+            files.write_json(run / CONFIG, config.to_dict())
+
+
+@contextmanager
+def sole_writer(run: Path) -> Iterator[None]:
+    """Two processes in one run folder would delete each other's files. However a process ends, its lock ends too."""
+    descriptor = os.open(run, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise RequestError(f"{run} is being trained by another process; wait for it to end, or stop it") from None
+    except OSError:
+        # a file system without locks: the user's care has to do
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_unfinished_claim(run: Path) -> bool:
+    """An empty folder, or what a kill between the first two files of a run leaves."""
+    names = {path.name for path in run.iterdir()}
+    return all(name == TOKENIZER or name.startswith(files.TEMPORARY_PREFIX) for name in names)
+
+
+def refuse_other_run(run: Path, before: RunConfig, now: RunConfig) -> None:
+    if before.recipe != now.recipe:
+        raise RequestError(f"{run} is a run of {before.recipe}, not of {now.recipe}; choose another --out")
+    old, new = before.to_dict(), now.to_dict()
+    for section, values in new.items():
+        if not isinstance(values, dict):
+            continue
+        for name, value in values.items():
+            if section == "train" and name in FREE_ON_RESUME:
+                continue
+            was = old[section].get(name)
+            if was != value:
+                raise RequestError(
+                    f"{run} was begun with {section}.{name} = {was}, now it is {value}; "
+                    f"resume with the same settings, or choose another --out"
+                )
+
+
+def train(
+    recipe: str,
+    data_folder: Path,
+    run: Path,
+    watch: Watch,
+    *,
+    depth: int,
+    settings: dict[str, Any] | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train to the end or to a signal; the summary says which. Under torchrun every rank calls this."""
+    wanted = settings or {}
+    ranks = distributed.start(str(wanted.get("train.device", "auto")))
+
+    def request() -> tuple[TokenData, RunConfig]:
+        data = open_data(data_folder)
+        return data, configure(recipe, depth, wanted, data)
+
+    with ExitStack() as held:
+        held.callback(distributed.stop)
+        data, config = distributed.together(request)
+        distributed.all_agree(canonical_json(asdict(config)), "configuration")
+        distributed.all_agree(data.fingerprint, "data")
+        distributed.together(lambda: claim_run(run, config, data, resume, held) if ranks.is_main else None)
+        noted = held.enter_context(interruption())
+        trainer = distributed.together(lambda: Trainer(config, data, run, ranks, watch))
+        held.callback(trainer.close)
+        trainer.load()
+        distributed.together(lambda: begin_run(run, config, data) if ranks.is_main else None)
+        trainer.start()
+        for line in trainer.describe():
+            watch.say(line)
+        signal = trainer.train(noted)
+        if signal:
+            watch.say(f"stopped at step {trainer.progress.step} and saved; go on with --resume")
+        return trainer.summary() | {"signal": signal}

@@ -1,0 +1,357 @@
+"""The training loop: the same for every objective and any number of ranks.
+
+A step is a function of the weights, the optimizer's state and the step's index; nothing else has to be restored.
+"""
+
+import math
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from maglev import checkpoint, files
+from maglev.config import RunConfig
+from maglev.data.loader import IGNORED_TARGET, Batch, Loader
+from maglev.data.shards import TokenData
+from maglev.errors import RequestError, WorkError
+from maglev.evaluate.bpb import bits_per_byte, documents_of
+from maglev.evaluate.memories import sources_of
+from maglev.model.accounting import objective_flops, training_steps
+from maglev.objectives.lrt import LRTObjective
+from maglev.objectives.maglev import MaglevObjective
+from maglev.ops import attention
+from maglev.runs import BAD_BATCHES
+from maglev.train import distributed, schedule
+from maglev.train.distributed import Ranks
+from maglev.train.metrics import MetricsLog, writing
+from maglev.train.optimizer import Optimizer
+from maglev.train.param_groups import build_param_groups
+from maglev.train.setup import build_for_training, compute_dtype, rows_of_step, rows_per_pass, start_from
+from maglev.train.signals import Interruption
+from maglev.train.speed import clock, matrix_rate
+
+REFINED_PASSES = 3
+
+
+class Watch(Protocol):
+    """Who is told how the run goes."""
+
+    def say(self, line: str) -> None: ...
+
+    def step(self, done: int, total: int, note: str) -> None: ...
+
+
+@dataclass
+class Progress:
+    """What a checkpoint stores beside tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    bad_steps: int = 0
+    bad_in_a_row: int = 0
+    threads: int = 0
+    data: str = ""
+
+
+@dataclass(frozen=True)
+class StepLosses:
+    """Means over the targets of the global batch, the same on every rank."""
+
+    total: float
+    next_token: float
+    consistency: float
+    gradient_norm: float
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, asdict(self).values()))
+
+
+class Trainer:
+    def __init__(self, config: RunConfig, data: TokenData, run: Path, ranks: Ranks, watch: Watch) -> None:
+        self.config, self.data, self.run, self.ranks, self.watch = config, data, run, ranks, watch
+        self.device = ranks.device
+        self.steps = training_steps(config)
+        self.loader = Loader(data, "train", config.model.context, config.train.seed)
+        self.validation = self.open_validation()
+        self.rows = rows_of_step(config, ranks.world)
+        self.rows_per_pass = rows_per_pass(config, self.rows, self.device)
+        self.objective = build_for_training(config, self.device)
+        self.optimizer = Optimizer(
+            build_param_groups(
+                self.objective.named_parameters(),
+                config.optimizer,
+                config.model.width,
+                config.model.depth,
+                config.train.tokens_per_step,
+            ),
+            compiled=self.device.type == "cuda" and config.train.compile != "off",
+        )
+        self.progress = Progress(data=self.loader.fingerprint)
+        self.saved_step = self.validated_step = -1
+        self.memory_source = training_source(self.objective)
+        self.metrics: MetricsLog | None = None
+        self.matrix_rate = 0.0
+
+    def open_validation(self) -> Loader | None:
+        """Read once now: what is missing or damaged shall not show after hours."""
+        train = self.config.train
+        if not (self.ranks.is_main and train.validate_every and train.validation_rows):
+            return None
+        loader = Loader(self.data, "validation", self.config.model.context, seed=0)
+        loader.batch(range(min(train.validation_rows, loader.rows_per_epoch)))
+        return loader
+
+    def load(self) -> None:
+        """Continue from the newest whole checkpoint, or begin, from another run's decoder if that is wished."""
+        distributed.together(self.load_newest)
+        distributed.all_agree(str(self.progress.step), "step to go on from")
+
+    def load_newest(self) -> None:
+        report = self.watch.say if self.ranks.is_main else lambda line: None
+        found = checkpoint.newest(self.run, report)
+        if found is not None:
+            self.restore(found)
+        elif self.config.train.init_from:
+            kept = start_from(self.objective, Path(self.config.train.init_from), self.data, report)
+            self.watch.say(f"decoder taken from {self.config.train.init_from}; {len(kept)} tensors start anew")
+
+    def start(self) -> None:
+        self.progress.threads = self.choose_threads()
+        distributed.together(self.open_metrics)
+        validated = self.metrics is not None and self.progress.step in self.metrics.validated
+        if distributed.largest_over_ranks(int(validated)):
+            self.validated_step = self.progress.step
+        self.matrix_rate = matrix_rate(self.device, compute_dtype(self.config, self.device))
+
+    def open_metrics(self) -> None:
+        if self.ranks.is_main:
+            self.metrics = MetricsLog(self.run, self.progress.step, self.config.train.tensorboard, self.watch.say)
+
+    def choose_threads(self) -> int:
+        """Sums depend on the number of threads, so a resumed run keeps the one it began with."""
+        wanted = self.config.train.threads or self.progress.threads
+        if wanted:
+            torch.set_num_threads(wanted)
+        return torch.get_num_threads()
+
+    def restore(self, found: checkpoint.Checkpoint) -> None:
+        try:
+            progress = Progress(**found.state)
+        except TypeError:
+            raise RequestError(
+                f"{found.folder} was written by another version of Maglev; resume it with that version"
+            ) from None
+        if progress.data != self.loader.fingerprint:
+            raise RequestError(
+                f"{self.run} was trained on other data than {self.data.folder}; resume it with the same data"
+            )
+        self.objective.decoder.load_state_dict(found.tensors("decoder"))
+        if isinstance(self.objective, MaglevObjective):
+            self.objective.prefiller.load_state_dict(found.tensors("prefiller"))
+        self.optimizer.load_state_tensors(found.tensors("optimizer"))
+        self.progress = progress
+        self.saved_step = progress.step
+        self.watch.say(f"resumed at step {progress.step} of {self.steps}")
+
+    def save(self) -> None:
+        if self.saved_step != self.progress.step:
+            optimizer = self.optimizer.state_tensors()
+            distributed.together(lambda: self.write_checkpoint(optimizer))
+            self.saved_step = self.progress.step
+
+    def write_checkpoint(self, optimizer: dict[str, Tensor]) -> None:
+        if self.metrics is None:
+            return
+        self.metrics.sync()
+        tensors: dict[str, dict[str, Tensor]] = {
+            "decoder": self.objective.decoder.state_dict(),
+            "optimizer": optimizer,
+        }
+        if isinstance(self.objective, MaglevObjective):
+            tensors["prefiller"] = self.objective.prefiller.state_dict()
+        # while steps fail the weights may be broken: older checkpoints stay until one succeeds
+        keep = sys.maxsize if self.progress.bad_in_a_row else self.config.train.keep_checkpoints
+        checkpoint.save(self.run, self.progress.step, tensors, asdict(self.progress), keep)
+
+    def train(self, interruption: Interruption) -> int:
+        """Run to the end, or to a signal, whose number is returned. What was done is saved either way."""
+        while True:
+            signal = distributed.largest_over_ranks(interruption.signal)
+            finished = self.progress.step == self.steps
+            if finished and not self.validation_due():
+                return 0
+            if signal:
+                self.save()
+                return signal
+            if self.validation_due():
+                distributed.together(self.validate)
+                self.validated_step = self.progress.step
+                continue
+            self.one_step()
+            if self.progress.step == self.steps or self.progress.step % self.config.train.checkpoint_every == 0:
+                self.save()
+
+    def one_step(self) -> None:
+        began = clock(self.device)
+        step = self.progress.step
+        batch = distributed.together(lambda: self.loader.batch(self.rows_of(step)))
+        losses, targets = self.accumulate(batch)
+        self.progress.step = step + 1
+        self.progress.tokens += targets
+        skipped = not losses.finite
+        if not skipped:
+            self.progress.bad_in_a_row = 0
+            self.optimizer.step(
+                schedule.lr_scale(step, self.steps, self.config.optimizer),
+                schedule.muon_momentum(step),
+                schedule.weight_decay_scale(step, self.steps),
+            )
+            if self.ranks.world > 1:
+                # only now do the gradients hold their sums over the ranks
+                losses = replace(losses, gradient_norm=self.gradient_norm())
+        else:
+            self.progress.bad_steps += 1
+            self.progress.bad_in_a_row += 1
+        self.optimizer.zero_grad()
+        seconds = clock(self.device) - began
+        self.progress.seconds += seconds
+        distributed.together(lambda: self.write_down(batch, losses, skipped, seconds))
+
+    def write_down(self, batch: Batch, losses: StepLosses, skipped: bool, seconds: float) -> None:
+        if skipped:
+            self.keep_bad_batch(batch)
+        self.record(losses, skipped, seconds)
+        progress = self.progress
+        if progress.bad_in_a_row >= self.config.train.max_bad_steps:
+            raise WorkError(
+                f"the loss or its gradient was not finite {progress.bad_in_a_row} steps in a row, up to step "
+                f"{progress.step}; the batches are in {self.run / BAD_BATCHES}; begin another run with lower "
+                "learning rates, or raise train.max_bad_steps and resume"
+            )
+
+    def rows_of(self, step: int) -> range:
+        """Every rank takes its own rows of the step; together they are the same rows for any number of ranks."""
+        first = step * self.rows * self.ranks.world + self.ranks.rank * self.rows
+        return range(first, first + self.rows)
+
+    def accumulate(self, batch: Batch) -> tuple[StepLosses, int]:
+        """Gradients of the mean over the global batch, a pass at a time; summed over ranks by the optimizer."""
+        mine = float((batch.targets != IGNORED_TARGET).sum())
+        everyone = distributed.sum_over_ranks([mine])[0]
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for first in range(0, self.rows, self.rows_per_pass):
+            part = Batch(*(array[first : first + self.rows_per_pass] for array in batch))
+            tokens = torch.from_numpy(part.tokens).to(self.device, non_blocking=True)
+            targets = torch.from_numpy(part.targets).to(self.device, non_blocking=True)
+            losses = self.objective(tokens, targets, documents_of(part, self.config.data, self.device))
+            share = float((part.targets != IGNORED_TARGET).sum()) / max(everyone, 1.0)
+            (losses.total * share).backward()
+            means = torch.stack([losses.total, losses.next_token, losses.consistency])
+            sums += means.detach().double() * share
+        total, next_token, consistency, norms = distributed.sum_over_ranks([*sums.tolist(), self.gradient_norm()])
+        return StepLosses(total, next_token, consistency, norms), int(everyone)
+
+    def gradient_norm(self) -> float:
+        gradients = [p.grad for p in self.objective.parameters() if p.grad is not None]
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
+
+    def keep_bad_batch(self, batch: Batch) -> None:
+        """Skip the step, keep what led there."""
+        step = self.progress.step
+        self.watch.say(f"step {step}: the loss or its gradient is not finite; the step is skipped, its batch kept")
+        path = self.run / BAD_BATCHES / f"step-{step:08d}-rank-{self.ranks.rank}.safetensors"
+        tensors = {name: torch.from_numpy(array) for name, array in batch._asdict().items()}
+        with writing(path), files.atomic_path(path) as temporary:
+            save_file(tensors, temporary)
+
+    def record(self, losses: StepLosses, skipped: bool, seconds: float) -> None:
+        step, rate = self.progress.step, self.config.train.tokens_per_step / seconds
+        mfu = 3 * objective_flops(self.config) * rate / (self.matrix_rate * self.ranks.world)
+        self.watch.step(step, self.steps, self.note(losses, rate, mfu))
+        wanted = step % self.config.train.log_every == 0 or step == self.steps or skipped
+        if self.metrics is None or not wanted:
+            return
+        row: dict[str, Any] = {"kind": "train", "step": step, "memory": self.memory_source}
+        row |= {"total_loss": losses.total, "next_token_loss": losses.next_token}
+        row |= {"consistency_loss": losses.consistency, "gradient_norm": losses.gradient_norm}
+        row |= {"skipped": skipped, "tokens": self.progress.tokens}
+        row |= {"tokens_per_second": rate, "mfu": mfu, "seconds": self.progress.seconds}
+        row |= {"lr_scale": schedule.lr_scale(step - 1, self.steps, self.config.optimizer)}
+        row |= {"bad_steps": self.progress.bad_steps}
+        self.metrics.append(row)
+
+    def note(self, losses: StepLosses, rate: float, mfu: float) -> str:
+        source = "" if self.memory_source == "none" else f" ({self.memory_source})"
+        apart = f" consistency {losses.consistency:.4f}" if self.memory_source == "lifted" else ""
+        return f"loss {losses.next_token:.4f}{source}{apart} {rate:,.0f} tokens/s MFU {100 * mfu:.0f}%"
+
+    def validation_due(self) -> bool:
+        train, step = self.config.train, self.progress.step
+        if not (train.validate_every and train.validation_rows and step) or step == self.validated_step:
+            return False
+        return step % train.validate_every == 0 or step == self.steps
+
+    def validate(self) -> None:
+        """Bits per byte by memory source on part of the validation split: what a user gets comes first."""
+        if self.metrics is None or self.validation is None:
+            return
+        rows, remembers = self.config.train.validation_rows, self.memory_source != "none"
+        row: dict[str, Any] = {"kind": "validation", "step": self.progress.step}
+        self.objective.eval()
+        for source in sources_of(self.objective):
+            result = bits_per_byte(
+                self.objective,
+                self.validation,
+                source,
+                self.data.tokenizer.token_byte_counts(),
+                passes=REFINED_PASSES,
+                rows=rows,
+                # stepping wants many rows and keeps little of each; a pass at once takes what training takes
+                rows_per_pass=rows if remembers and source == "recurrent" else self.rows_per_pass,
+                data=self.config.data,
+            )
+            row[f"bpb_{source}"] = result.value
+        self.objective.train()
+        self.metrics.append(row)
+        values = ", ".join(f"{key[4:]} {value:.4f}" for key, value in row.items() if key.startswith("bpb_"))
+        self.watch.say(f"step {self.progress.step}: bits per byte {values}")
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def describe(self) -> list[str]:
+        """What a user should know before the first step."""
+        recipe, depth, tokens = self.config.recipe, self.config.model.depth, self.config.train.tokens_per_step
+        epochs = self.steps * tokens / self.loader.tokens_per_epoch
+        passes = self.rows // self.rows_per_pass
+        return [
+            f"{recipe}, depth {depth}: {self.steps} steps of {tokens:,} tokens ({epochs:.2f} passes over the data), "
+            f"{passes} x {self.rows_per_pass} rows per rank on {self.device}",
+            attention.describe(self.device.type),
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "run": str(self.run),
+            "recipe": self.config.recipe,
+            "step": self.progress.step,
+            "steps": self.steps,
+            "finished": self.progress.step == self.steps,
+            "tokens": self.progress.tokens,
+            "seconds": self.progress.seconds,
+            "bad_steps": self.progress.bad_steps,
+        }
+
+
+def training_source(objective: torch.nn.Module) -> str:
+    """Where the memories of the training loss come from."""
+    if isinstance(objective, MaglevObjective):
+        return "lifted"
+    return "refined" if isinstance(objective, LRTObjective) else "none"

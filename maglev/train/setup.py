@@ -1,0 +1,104 @@
+"""From a configuration to the parts of a run: modules on their device, rows per pass, weights to start from."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from maglev.checkpoint import newest
+from maglev.config import RunConfig
+from maglev.data.shards import TokenData
+from maglev.errors import RequestError
+from maglev.evaluate.runs import check_tokenizer
+from maglev.model.accounting import decoder_flops, objective_flops
+from maglev.model.attention import Block
+from maglev.model.init import initialise
+from maglev.objectives import Objective, build_objective
+from maglev.runs import read_config
+
+CPU_TOKENS_PER_PASS = 16_384
+# kept activations per token and layer, in widths: q, k, v, attention, two norms, MLP in and out, with room
+KEPT_WIDTHS = 40
+
+
+def build_for_training(config: RunConfig, device: torch.device) -> Objective:
+    objective = build_objective(config)
+    initialise(objective, config.train.seed)
+    objective.to(device)
+    objective.decoder.embedding.compute_dtype = compute_dtype(config, device)
+    if config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda"):
+        compile_blocks(objective)
+    return objective
+
+
+def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+    precision = config.train.precision
+    if device.type == "cuda" and precision in ("auto", "bfloat16") and not torch.cuda.is_bf16_supported():
+        raise RequestError("this GPU has no bfloat16; set train.precision to float32")
+    if precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def compile_blocks(objective: Objective) -> None:
+    """Per block: seconds instead of minutes, and one graph serves all layers."""
+    # one graph per window, memory or none, and position subset; past the limit dynamo silently runs eagerly
+    torch._dynamo.config.recompile_limit = 64
+    for module in objective.modules():
+        if isinstance(module, Block):
+            module.compile(dynamic=False)
+
+
+def rows_of_step(config: RunConfig, world: int) -> int:
+    """Rows per rank and step."""
+    tokens, context = config.train.tokens_per_step, config.model.context
+    if tokens % (context * world):
+        ranks = f" x {world} ranks" if world > 1 else ""
+        near = max(1, round(tokens / (context * world))) * context * world
+        raise RequestError(
+            f"train.tokens_per_step is {tokens}, not a multiple of the context {context}{ranks}; set it to {near}"
+        )
+    return tokens // (context * world)
+
+
+def rows_per_pass(config: RunConfig, rows: int, device: torch.device) -> int:
+    """The largest divisor of the rank's rows that fits, so that every pass has one shape."""
+    if config.train.rows_per_pass:
+        fits = config.train.rows_per_pass
+    elif device.type == "cuda":
+        passes = objective_flops(config) / decoder_flops(config.model)
+        token = KEPT_WIDTHS * config.model.width * config.model.depth * 2 * passes
+        fits = int(torch.cuda.mem_get_info(device)[0] / 2 / (token * config.model.context))
+    else:
+        fits = CPU_TOKENS_PER_PASS // config.model.context
+    return max(divisor for divisor in range(1, rows + 1) if rows % divisor == 0 and divisor <= max(1, fits))
+
+
+def start_from(objective: Objective, run: Path, data: TokenData, report: Callable[[str], None]) -> list[str]:
+    """Copy another run's decoder into this one, and into a prefiller where names and shapes agree.
+
+    Returns the names that the other run does not have: they keep their initial values.
+    """
+    source = read_config(run).model
+    mine = objective.decoder.config
+    for name in ("depth", "width", "heads", "kv_heads", "vocab_size"):
+        ours, theirs = getattr(mine, name), getattr(source, name)
+        if ours != theirs:
+            raise RequestError(
+                f"--init-from {run}: its model.{name} is {theirs}, this run's is {ours}; make them equal"
+            )
+    check_tokenizer(run, data)
+    checkpoint = newest(run, report)
+    if checkpoint is None:
+        raise RequestError(f"--init-from {run}: it has no checkpoint yet; let that run reach one first")
+    tensors = checkpoint.tensors("decoder")
+    missing = []
+    with torch.no_grad():
+        for name, parameter in objective.named_parameters():
+            _, _, own_name = name.partition(".")
+            given = tensors.get(own_name)
+            if given is not None and given.shape == parameter.shape:
+                parameter.copy_(given)
+            else:
+                missing.append(name)
+    return missing
