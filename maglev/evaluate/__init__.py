@@ -1,0 +1,1 @@
+"""Measure a run. Every number says where its memories came from."""

@@ -1,0 +1,72 @@
+"""The three sources of memory that a number can come from."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from maglev.errors import RequestError
+from maglev.model.decoder import Decoder
+from maglev.model.memory import shift_right
+from maglev.objectives.losses import WHOLE_ROWS, Documents, Objective
+from maglev.objectives.maglev import MaglevObjective
+
+Source = Literal["recurrent", "lifted", "refined"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+
+
+def recurrent(decoder: Decoder, tokens: Tensor, documents: Documents = WHOLE_ROWS) -> Tensor:
+    """The decoder's own memories, one step after another: what a user gets. (B, T) -> (B, T, D)"""
+    if decoder.injection is None:
+        # without memory a step and the parallel pass are the same function
+        return decoder(tokens, starts=documents.attention_starts)
+    state = decoder.initial_state(tokens.shape[0])
+    memory = torch.empty(*tokens.shape, decoder.config.width, dtype=decoder.compute_dtype, device=tokens.device)
+    slots = torch.arange(tokens.shape[1], device=tokens.device)
+    anew = None if documents.attention_starts is None else documents.attention_starts == slots
+    for slot in range(tokens.shape[1]):
+        if anew is not None:
+            state.restart(anew[:, slot], cache=True, memory=False)
+        if documents.memory_keep is not None:
+            state.restart(~documents.memory_keep[:, slot], cache=False, memory=True)
+        memory[:, slot] = decoder.step_(tokens[:, slot], state)
+    return memory
+
+
+def refined(decoder: Decoder, tokens: Tensor, passes: int, documents: Documents = WHOLE_ROWS) -> Tensor:
+    """The decoder's own memories by parallel passes, the first of them on zero memory. (B, T) -> (B, T, D)"""
+    if passes < 1:
+        raise RequestError(f"passes is {passes}; refined memories need at least one")
+    memory = torch.zeros(*tokens.shape, decoder.config.width, dtype=decoder.compute_dtype, device=tokens.device)
+    for _ in range(passes):
+        previous_memory = shift_right(memory, documents.memory_keep)
+        memory = decoder(tokens, previous_memory, starts=documents.attention_starts)
+    return memory
+
+
+def lifted(objective: Objective, tokens: Tensor, documents: Documents = WHOLE_ROWS) -> Tensor:
+    """The decoder's memories on Q's, as in training. (B, T) -> (B, T, D)"""
+    if not isinstance(objective, MaglevObjective):
+        raise RequestError("this run has no prefiller Q, so it has no lifted memories; use recurrent or refined")
+    return objective.lifted(tokens, documents)[0]
+
+
+@torch.no_grad()
+# a run in training has compiled blocks; the shapes of evaluation are many, and each would be compiled anew
+@torch.compiler.set_stance("force_eager")
+def memories(
+    objective: Objective, tokens: Tensor, source: Source, passes: int, documents: Documents = WHOLE_ROWS
+) -> Tensor:
+    """(B, T) -> (B, T, D), without gradients."""
+    if source == "lifted":
+        return lifted(objective, tokens, documents)
+    if source == "refined":
+        return refined(objective.decoder, tokens, passes, documents)
+    return recurrent(objective.decoder, tokens, documents)
+
+
+def sources_of(objective: Objective) -> tuple[Source, ...]:
+    """What validation reports for this objective, the number that counts first."""
+    if isinstance(objective, MaglevObjective):
+        return ("recurrent", "lifted")
+    return ("recurrent",) if objective.decoder.injection is None else ("recurrent", "refined")

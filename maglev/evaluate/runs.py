@@ -1,0 +1,57 @@
+"""Load a run with all it was trained with, to measure it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from maglev.checkpoint import newest
+from maglev.config import RunConfig
+from maglev.data.shards import TokenData, open_data
+from maglev.data.tokenizer import Tokenizer
+from maglev.errors import RequestError
+from maglev.model.decoder import Decoder
+from maglev.objectives import Objective, build_objective
+from maglev.objectives.maglev import MaglevObjective
+from maglev.runs import TOKENIZER, read_config
+
+
+def load_objective(
+    run: Path, device: torch.device, report: Callable[[str], None], *, with_prefiller: bool = True
+) -> tuple[RunConfig, Objective, int]:
+    """Configuration, objective and step of the newest whole checkpoint; bfloat16 arithmetic on a GPU.
+
+    Without its prefiller an objective has the decoder's own memories alone, and an exported run has no other.
+    """
+    config = read_config(run)
+    found = newest(run, report)
+    if found is None:
+        raise RequestError(f"{run} has no checkpoint yet; let 'maglev train' reach one (train.checkpoint_every)")
+    objective = build_objective(config) if with_prefiller else Objective(Decoder(config.model))
+    objective.decoder.load_state_dict(found.tensors("decoder"))
+    if isinstance(objective, MaglevObjective):
+        prefiller = found.tensors("prefiller")
+        if not prefiller:
+            raise RequestError(f"{run} has no prefiller any more, so no lifted memories; use --memory recurrent")
+        objective.prefiller.load_state_dict(prefiller)
+    objective.to(device).eval()
+    if device.type == "cuda":
+        objective.decoder.embedding.compute_dtype = torch.bfloat16
+    return config, objective, found.step
+
+
+def open_matching_data(run: Path, folder: Path) -> TokenData:
+    """The data, if it speaks the run's tokens."""
+    data = open_data(folder)
+    check_tokenizer(run, data)
+    return data
+
+
+def check_tokenizer(run: Path, data: TokenData) -> None:
+    if not (run / TOKENIZER).is_file():
+        raise RequestError(f"{run} has no {TOKENIZER}; name a whole run folder")
+    if Tokenizer.load(run / TOKENIZER).fingerprint != data.tokenizer.fingerprint:
+        raise RequestError(
+            f"the tokenizer of {run} does not match the data in {data.folder}; "
+            f"prepare the data with --tokenizer {run / TOKENIZER}"
+        )
