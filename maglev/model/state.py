@@ -4,6 +4,7 @@ The paper's memory window has no variable of its own: it is the ring of mixed ke
 token x_j and memory m_{j-1} together.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,22 @@ class DecoderState:
     def clone(self) -> "DecoderState":
         caches = [RingCache(cache.key.clone(), cache.value.clone()) for cache in self.caches]
         return DecoderState(caches, self.memory.clone(), self.position.clone())
+
+    @staticmethod
+    def join(states: Sequence["DecoderState"]) -> "DecoderState":
+        """One batch of many; rows keep their own positions."""
+        caches = [
+            RingCache(torch.cat([cache.key for cache in layer]), torch.cat([cache.value for cache in layer]))
+            for layer in zip(*(state.caches for state in states), strict=True)
+        ]
+        memory = torch.cat([state.memory for state in states])
+        return DecoderState(caches, memory, torch.cat([state.position for state in states]))
+
+    def row(self, index: int) -> "DecoderState":
+        """A copy of one row, as a batch of one."""
+        at = slice(index, index + 1)
+        caches = [RingCache(cache.key[at].clone(), cache.value[at].clone()) for cache in self.caches]
+        return DecoderState(caches, self.memory[at].clone(), self.position[at].clone())
 
     def fork(self, count: int) -> list["DecoderState"]:
         """Independent copies: what happens to one is not seen by another."""

@@ -70,45 +70,27 @@ def test_every_way_to_compute_a_state_gives_the_same_one(case: dict, tmp_path_fa
     tokens = random_tokens(2, case["length"], seed=1)
     # rows of one batch at different positions
     alone = [stepped(decoder, random_tokens(1, n, seed=2), decoder.initial_state(1)) for n in case["before"]]
-    ragged = join(alone)
+    ragged = DecoderState.join(alone)
     expected = stepped(decoder, tokens, ragged)
     read = ragged.clone()
     report = read_(decoder, tokens, read, chunk=case["chunk"])
     assert_same_state(read, expected, bound)
     assert report.tokens == case["length"] and len(report.passes) >= 1
     for row, state in enumerate(alone):
-        assert_same_state(row_of(expected, row), stepped(decoder, tokens[row : row + 1], state), bound)
+        assert_same_state(expected.row(row), stepped(decoder, tokens[row : row + 1], state), bound)
     # half of it, saved, loaded, and on
     half = case["length"] // 2
-    first = row_of(ragged, 0)
+    first = ragged.row(0)
     read_(decoder, tokens[:1, :half], first) if half else None
     path = tmp_path_factory.mktemp("state") / "s.safetensors"
     State(first, "model").save(path)
     loaded = load_state(path, decoder, "model").inner
     read_(decoder, tokens[:1, half:], loaded)
-    assert_same_state(loaded, row_of(expected, 0), bound)
+    assert_same_state(loaded, expected.row(0), bound)
     # one parallel pass over the stepped memories gives them back
     memory = step_through(decoder, tokens)
     with torch.no_grad():
         torch.testing.assert_close(decoder(tokens, shift_right(memory)), memory, rtol=0, atol=bound)
-
-
-def join(states: list[DecoderState]) -> DecoderState:
-    joined = states[0].clone()
-    for mine, *others in zip(joined.caches, *(state.caches for state in states[1:]), strict=True):
-        mine.key = torch.cat([mine.key, *(other.key for other in others)])
-        mine.value = torch.cat([mine.value, *(other.value for other in others)])
-    joined.memory = torch.cat([state.memory for state in states])
-    joined.position = torch.cat([state.position for state in states])
-    return joined
-
-
-def row_of(state: DecoderState, row: int) -> DecoderState:
-    copy = state.clone()
-    for cache in copy.caches:
-        cache.key, cache.value = cache.key[row : row + 1].clone(), cache.value[row : row + 1].clone()
-    copy.memory, copy.position = copy.memory[row : row + 1], copy.position[row : row + 1]
-    return copy
 
 
 @pytest.mark.parametrize("recipe", ["lrt-slsl", "maglev-shared-0.1"])

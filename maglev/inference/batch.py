@@ -1,0 +1,118 @@
+"""Write several texts at once: one step for all rows, draws of each row's own."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from maglev.errors import RequestError
+from maglev.inference.engine import RECENT_TOKENS, LanguageModel
+from maglev.inference.sampling import Sampling, next_token
+from maglev.inference.state import State
+from maglev.inference.streaming import TextStream
+from maglev.model.state import DecoderState
+
+
+@dataclass
+class Row:
+    """One text being written."""
+
+    generator: torch.Generator
+    stream: TextStream
+    recent: deque[int]
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finished: str = ""
+
+    def take(self, token: int, logprob: float, piece: bytes) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.recent.append(token)
+        self.text += self.stream.feed(piece)
+        if self.stream.stopped:
+            self.finished = "stop"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """`finished`: "length" (max_tokens), "stop" (a stop string) or "end" (of the document)."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finished: str
+    state: State
+
+
+def generate_batch(
+    lm: LanguageModel,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int = 256,
+    sampling: Sampling | None = None,
+    stop: str | Sequence[str] = (),
+    seeds: Sequence[int] | None = None,
+) -> list[Completion]:
+    """A text per prompt. A row draws from its own seed, so that its text does not depend on its neighbours.
+
+    `logprobs` are those of the model, before temperature and limits. The batch keeps its size to the end: with equal
+    sizes two calls add up in the same order, so their texts agree to the bit.
+    """
+    sampling = sampling or Sampling()
+    seeds = list(range(len(prompts))) if seeds is None else seeds
+    if not prompts:
+        raise RequestError("no prompts; give at least one")
+    if len(seeds) != len(prompts):
+        raise RequestError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one per prompt")
+    if max_tokens < 0:
+        raise RequestError(f"max_tokens is {max_tokens}; it must not be negative")
+    rows = [
+        Row(
+            torch.Generator().manual_seed(seed),
+            TextStream(stop),
+            deque(lm.tokenizer.encode(prompt), maxlen=RECENT_TOKENS),
+        )
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    inner = DecoderState.join([lm.read(prompt).inner for prompt in prompts])
+    ends: list[DecoderState | None] = [None] * len(rows)
+    for _ in range(max_tokens):
+        draw_(lm, rows, inner, sampling, ends)
+        if all(row.finished for row in rows):
+            break
+    return [
+        finish(lm, row, inner.row(index) if end is None else end)
+        for index, (row, end) in enumerate(zip(rows, ends, strict=True))
+    ]
+
+
+@torch.inference_mode()
+def draw_(
+    lm: LanguageModel, rows: list[Row], inner: DecoderState, sampling: Sampling, ends: list[DecoderState | None]
+) -> None:
+    """One token for every row that still writes; the others are stepped along on BOS and stay unheard."""
+    bos = lm.tokenizer.bos_id
+    logits = lm.decoder.readout(inner.memory).cpu()  # (B, V)
+    step = []
+    for index, row in enumerate(rows):
+        if row.finished:
+            step.append(bos)
+            continue
+        token = next_token(logits[index], sampling, row.generator, row.recent)
+        step.append(token)
+        if token == bos:
+            row.finished, ends[index] = "end", inner.row(index)
+        else:
+            logprob = float(logits[index].double().log_softmax(-1)[token])
+            row.take(token, logprob, lm.tokenizer.token_bytes[token])
+    lm.decoder.step_(torch.tensor(step, device=lm.decoder.device), inner)
+    for index, row in enumerate(rows):
+        if row.finished and ends[index] is None:
+            ends[index] = inner.row(index)
+
+
+def finish(lm: LanguageModel, row: Row, end: DecoderState) -> Completion:
+    text = row.text if row.finished == "stop" else row.text + row.stream.feed(b"", final=True)
+    return Completion(text, row.tokens, row.logprobs, row.finished or "length", State(end, lm.fingerprint))
