@@ -1,0 +1,76 @@
+"""`maglev eval ...`"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from maglev.cli.output import console, emit, progress, say
+from maglev.errors import RequestError
+
+
+def bpb(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    data: Annotated[Path, typer.Option("--data", metavar="DIR", help="What 'maglev data prepare' made.")],
+    memory: Annotated[
+        str, typer.Option("--memory", help="Where memories come from: recurrent, lifted or refined.")
+    ] = "recurrent",
+    passes: Annotated[int, typer.Option("--passes", help="Parallel passes of refined memories.")] = 3,
+    split: Annotated[str, typer.Option("--split", help="Which split of the data.")] = "validation",
+    rows: Annotated[int, typer.Option("--rows", help="Only so many rows of it; 0 is all.")] = 0,
+    rows_per_pass: Annotated[int, typer.Option("--rows-per-pass", help="Sequences at a time.")] = 64,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+) -> None:
+    """Bits per byte by memory source, also by position."""
+    from maglev.evaluate.memories import SOURCES
+
+    if memory not in SOURCES:
+        raise RequestError(f"--memory is {memory!r}; it must be one of {', '.join(SOURCES)}")
+    for name, value, least in (
+        ("--passes", passes, 1),
+        ("--rows", rows, 0),
+        ("--rows-per-pass", rows_per_pass, 1),
+    ):
+        if value < least:
+            raise RequestError(f"{name} is {value}; it must be at least {least}")
+    from maglev.data.loader import Loader
+    from maglev.evaluate.bpb import bits_per_byte
+    from maglev.evaluate.runs import load_objective, open_matching_data
+    from maglev.train.distributed import resolve_device
+
+    place = resolve_device(device, setting="--device")
+    config, objective, step = load_objective(run, place, say, with_prefiller=memory == "lifted")
+    tokens = open_matching_data(run, data)
+    loader = Loader(tokens, split, config.model.context, seed=0, shuffle=False)
+    with progress("rows") as meter:
+        result = bits_per_byte(
+            objective,
+            loader,
+            memory,
+            tokens.tokenizer.token_byte_counts(),
+            passes=passes,
+            rows=rows,
+            rows_per_pass=rows_per_pass,
+            data=config.data,
+            progress=lambda done, total: meter.update(f"bits per byte, {memory}", done, total),
+        )
+    facts = {"run": str(run), "recipe": config.recipe, "step": step, "split": split}
+    emit(facts | result.to_dict(), as_json, render)
+
+
+def render(value: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    key = f"bpb_{value['memory']}"
+    passes = f", {value['passes']} passes" if value["passes"] else ""
+    out = console()
+    out.print(
+        f"{value['run']} ({value['recipe']}, step {value['step']}), {value['split']}: "
+        f"{value[key]:.4f} bits per byte with {value['memory']} memories{passes} "
+        f"({value['tokens']:,} tokens, {value['bytes']:,} bytes)"
+    )
+    table = Table("positions", f"bits per byte ({value['memory']})")
+    for bucket in value["by_position"]:
+        table.add_row(f"{bucket['first']} to {bucket['last']}", f"{bucket[key]:.4f}")
+    out.print(table)

@@ -1,0 +1,78 @@
+"""`maglev generate`"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from maglev.cli.output import emit
+from maglev.errors import RequestError
+
+SEED_LIMIT = 1 << 63
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Text to go on from.")] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option("--prompt-file", metavar="FILE", help="The prompt from a file; - is stdin.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens to write at most.")] = 200,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.8,
+    top_k: Annotated[int, typer.Option("--top-k", help="Only the K likeliest tokens; 0 is all.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Only the likeliest tokens that reach P.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Same seed, same text.")] = 0,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+) -> None:
+    """Stream text from the bounded decoder."""
+    text = read_prompt(prompt, prompt_file)
+    if not 0 <= seed < SEED_LIMIT:
+        raise RequestError(f"--seed is {seed}; it must be at least 0 and below 2^63")
+    import maglev
+    from maglev.train.distributed import resolve_device
+
+    lm = maglev.load(run, device=str(resolve_device(device, setting="--device")))
+    began = time.perf_counter()
+    state = lm.read(text)
+    read = state.position
+    # a wrong value is told here, before anything is printed
+    written = lm.generate(
+        state=state, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    pieces = []
+    if not as_json:
+        print(text, end="", flush=True)
+    for piece in written:
+        pieces.append(piece)
+        if not as_json:
+            print(piece, end="", flush=True)
+    if not as_json:
+        print()
+    result = {
+        "prompt": text,
+        "text": "".join(pieces),
+        "memory": "recurrent",
+        "prompt_tokens": read,
+        "state_bytes": state.nbytes,
+        "seconds": time.perf_counter() - began,
+    }
+    if as_json:
+        emit(result, as_json, lambda value: None)
+
+
+def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    if prompt is not None and prompt_file is not None:
+        raise RequestError("--prompt and --prompt-file exclude each other; give one of them")
+    if prompt_file is None:
+        return prompt or ""
+    try:
+        content = sys.stdin.buffer.read() if prompt_file == "-" else Path(prompt_file).read_bytes()
+    except OSError as error:
+        raise RequestError(f"--prompt-file {prompt_file}: {error.strerror}; name a text file") from None
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--prompt-file {prompt_file} is not UTF-8 text ({error.reason})") from None

@@ -1,0 +1,29 @@
+"""`maglev info`"""
+
+from typing import Annotated
+
+import typer
+
+from maglev.cli.output import console, emit
+
+
+def info(
+    run_or_recipe: Annotated[
+        str, typer.Argument(metavar="RUN_OR_RECIPE", help="A run folder or the name of a recipe.")
+    ],
+    depth: Annotated[
+        int | None,
+        typer.Option("--depth", help="Layers of a recipe, 20 unless given; width 64 x depth."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of a recipe.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+) -> None:
+    """Parameters, FLOPs and state bytes."""
+    from maglev.cli.runs import config_of
+    from maglev.cli.tables import print_sections
+    from maglev.model.accounting import describe
+
+    description = describe(config_of(run_or_recipe, depth, settings or []))
+    emit(description, as_json, lambda value: print_sections(console(), value))

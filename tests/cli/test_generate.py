@@ -1,0 +1,124 @@
+"""`maglev generate` as a user meets it: any prompt, whole characters, nothing but text on stdout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maglev.__main__ import main
+from maglev.inference import LanguageModel
+from maglev.model.accounting import state_nbytes
+from maglev.runs import read_config
+from tests.processes import Processes
+from tests.small_runs import Train
+
+RECIPE = "maglev-shared-0.1"
+PROMPTS = {
+    "empty": "",
+    "plain": "The list",
+    "emoji": "🧪👩‍🚀 then",
+    "control": "a\x00b\x1b[31m\x7f\r\n\t\u2028",
+    "special": "<|bos|> <|endoftext|>",
+    "many": "naïve Ωmega 漢字 \U0010ffff \ufeff ",
+    "long": "word " * 200,
+}
+
+
+@pytest.fixture
+def run(trained: Train, capsys: pytest.CaptureFixture[str]) -> Path:
+    folder = trained(RECIPE)
+    capsys.readouterr()
+    return folder
+
+
+def written(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["generate", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def as_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(written([*arguments, "--json"], capsys))
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_any_prompt_works(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = PROMPTS[name]
+    value = as_json([str(run), "--prompt", prompt, "--max-tokens", "5"], capsys)
+    assert value["prompt"] == prompt and value["memory"] == "recurrent"
+    assert value["prompt_tokens"] >= 1 + len(prompt) // 16
+    assert value["state_bytes"] == state_nbytes(read_config(run).model, 4)
+    out = written([str(run), "--prompt", prompt, "--max-tokens", "5"], capsys)
+    assert out == prompt + value["text"] + "\n"
+
+
+def test_the_seed_decides(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def text(*more: str) -> str:
+        return written([str(run), "--prompt", "The", "--max-tokens", "30", *more], capsys)
+
+    assert text("--seed", "1") == text("--seed", "1") != text("--seed", "2")
+    assert text("--temperature", "0", "--seed", "1") == text("--temperature", "0", "--seed", "2")
+    assert text("--top-k", "1", "--seed", "1") == text("--temperature", "0")
+
+
+def test_a_prompt_from_a_file_and_from_stdin(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: Processes
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("Zwölf\r\n🧪".encode())
+    value = as_json([str(run), "--prompt-file", str(file), "--max-tokens", "4"], capsys)
+    assert value["prompt"] == "Zwölf\r\n🧪"
+    piped = processes.run(["generate", str(run), "--prompt-file", "-", "--max-tokens", "4", "--json"], stdin=str(file))
+    assert json.loads(piped.stdout) | {"seconds": 0} == value | {"seconds": 0}
+
+
+@pytest.fixture
+def spells(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make the model write these bytes, one token each."""
+
+    def spell(content: bytes) -> None:
+        left = list(content)
+
+        def next_token(self: LanguageModel, state: Any) -> Any:
+            import torch
+
+            logits = torch.full((self.tokenizer.vocab_size,), -10.0)
+            token = self.tokenizer.token_bytes.index(bytes([left.pop(0)])) if left else self.tokenizer.bos_id
+            logits[token] = 10.0
+            return logits
+
+        monkeypatch.setattr(LanguageModel, "next_logits", next_token)
+
+    return spell
+
+
+def test_streaming_never_splits_a_character(
+    run: Path, spells: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pieces: list[str] = []
+    plain = print
+
+    def spy(*words: Any, **options: Any) -> None:
+        pieces.extend(words)
+        plain(*words, **options)
+
+    monkeypatch.setattr("builtins.print", spy)
+    spells("é🧪漢".encode())
+    assert written([str(run), "--prompt", ">", "--temperature", "0"], capsys) == ">é🧪漢\n"
+    assert pieces[:4] == [">", "é", "🧪", "漢"]
+
+
+def test_bytes_that_are_no_text_become_replacement_signs(
+    run: Path, spells: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spells(b"a\xff\xf0\x9f\xa7b\xe6")
+    value = as_json([str(run), "--temperature", "0"], capsys)
+    assert value["text"] == "a\ufffd\ufffdb\ufffd"
+
+
+def test_a_terminal_without_unicode(run: Path, processes: Processes) -> None:
+    before = "import sys; sys.stdout.reconfigure(encoding='ascii')"
+    done = processes.run(["generate", str(run), "--prompt", "é🧪", "--max-tokens", "0"], before=before)
+    assert done.stdout == "\\xe9\\U0001f9ea\n" and done.stderr == ""
