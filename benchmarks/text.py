@@ -1,0 +1,130 @@
+"""Train recipes on one pass over a text and measure each by memory source, one after another on one device.
+
+    python benchmarks/text.py --train TEXT/train-*.parquet --validation TEXT/validation-*.parquet
+
+The setting is the one our first measurements used: depth 8, context 1024, W 256, 65,536 tokens per step. The rates of
+the recipes are given for 524,288 tokens per step; RATES undoes that scaling. The last line of stdout is JSON.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maglev import files
+from maglev.data.loader import Loader
+from maglev.data.prepare import prepare
+from maglev.data.shards import TokenData, open_data
+from maglev.evaluate.bpb import bits_per_byte
+from maglev.evaluate.memories import sources_of
+from maglev.evaluate.runs import load_objective
+from maglev.train import launch
+
+RECIPES = ("swa-ssss", "transformer-slsl", "lrt-ssss", "maglev-shared-0.1", "maglev-separate-1")
+UNSCALED = (524_288 / 65_536) ** 0.5
+RATES = {
+    "optimizer.matrix_lr": 0.02 * UNSCALED,
+    "optimizer.embedding_lr": 0.3 * UNSCALED,
+    "optimizer.readout_lr": 0.004 * UNSCALED,
+    "optimizer.gate_lr": 0.004 * UNSCALED,
+    "optimizer.residual_scale_lr": 0.005 * UNSCALED,
+    "optimizer.input_scale_lr": 0.02 * UNSCALED,
+    "optimizer.weight_decay": 0.1 * (8 / 12) ** 2,
+    "optimizer.warmup_steps": 20,
+    "optimizer.final_lr_share": 0.02,
+}
+
+
+class Lines:
+    """Progress as plain lines on stderr."""
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def step(self, done: int, total: int, note: str) -> None:
+        if done % 100 == 0 or done == total:
+            self.say(f"  {done} of {total}: {note}")
+
+
+def measure(recipe: str, seed: int, data: TokenData, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    run = work / f"{recipe}-{seed}"
+    settings = RATES | {
+        "model.context": 1024,
+        "model.window": arguments.window,
+        "train.tokens_per_step": 65_536,
+        "train.steps": arguments.steps or data.splits["train"].tokens // 65_536,
+        "train.validate_every": 0,
+        "train.checkpoint_every": 10**6,
+        "train.seed": seed,
+    }
+    began = time.perf_counter()
+    summary = launch.train(recipe, data.folder, run, Lines(), depth=arguments.depth, settings=settings)
+    trained = time.perf_counter() - began
+    config, objective, step = load_objective(run, torch.device(arguments.device), Lines().say)
+    loader = Loader(data, "validation", config.model.context, seed=0, shuffle=False)
+    row: dict[str, Any] = {"recipe": recipe, "seed": seed, "window": config.model.window, "steps": step}
+    row |= {"tokens": summary["tokens"], "train_seconds": round(trained, 1)}
+    for source in sources_of(objective):
+        result = bits_per_byte(
+            objective,
+            loader,
+            source,
+            data.tokenizer.token_byte_counts(),
+            passes=3,
+            rows=arguments.rows,
+            rows_per_pass=1024,
+        )
+        row[f"bpb_{source}"] = round(result.value, 5)
+        row[f"by_position_{source}"] = [round(value, 4) for _, _, value in result.by_position]
+    shutil.rmtree(run)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", nargs="+", required=True)
+    parser.add_argument("--validation", required=True)
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=0, help="0 is one pass over the text")
+    parser.add_argument("--rows", type=int, default=0, help="validation rows, 0 is all")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        prepare(arguments.train, work / "data", 8192, tokenizer=arguments.tokenizer, validation=arguments.validation)
+        data = open_data(work / "data")
+        rows = []
+        for seed in arguments.seeds:
+            for recipe in arguments.recipes:
+                rows.append(measure(recipe, seed, data, arguments, work))
+                shown = {key: value for key, value in rows[-1].items() if not key.startswith("by_position")}
+                print(json.dumps(shown), flush=True)
+                if arguments.out:
+                    files.write_json(arguments.out, {"setting": describe(arguments), "rows": rows})
+    print(json.dumps({"setting": describe(arguments), "rows": rows}))
+
+
+def describe(arguments: argparse.Namespace) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
+    return {
+        "depth": arguments.depth,
+        "context": 1024,
+        "window": arguments.window,
+        "device": name,
+        "torch": torch.__version__,
+    }
+
+
+if __name__ == "__main__":
+    main()
