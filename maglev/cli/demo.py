@@ -29,8 +29,8 @@ SETTINGS: dict[str, Any] = {
     "model.context": 256,
     "model.window": 16,
     "train.tokens_per_step": 4096,
-    "train.steps": 160,
-    "train.checkpoint_every": 80,
+    "train.steps": 100,
+    "train.checkpoint_every": 100,
     "train.validate_every": 0,
     # rates are given for 524,288 tokens per step and shrink with the root of it; a short run wants them back
     "optimizer.matrix_lr": 0.2,

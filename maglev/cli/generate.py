@@ -10,8 +10,6 @@ import typer
 from maglev.cli.output import emit
 from maglev.errors import RequestError
 
-SEED_LIMIT = 1 << 63
-
 
 def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
@@ -23,24 +21,38 @@ def generate(
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.8,
     top_k: Annotated[int, typer.Option("--top-k", help="Only the K likeliest tokens; 0 is all.")] = 0,
     top_p: Annotated[float, typer.Option("--top-p", help="Only the likeliest tokens that reach P.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option("--min-p", help="Only tokens at least P times as likely as the likeliest.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Above 1 makes what came lately less likely.")
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same text.")] = 0,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
     """Stream text from the bounded decoder."""
     text = read_prompt(prompt, prompt_file)
-    if not 0 <= seed < SEED_LIMIT:
-        raise RequestError(f"--seed is {seed}; it must be at least 0 and below 2^63")
     import maglev
+    from maglev.model.accounting import state_nbytes
     from maglev.train.distributed import resolve_device
 
     lm = maglev.load(run, device=str(resolve_device(device, setting="--device")))
     began = time.perf_counter()
-    state = lm.read(text)
-    read = state.position
     # a wrong value is told here, before anything is printed
     written = lm.generate(
-        state=state, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        text,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop or (),
+        seed=seed,
     )
     pieces = []
     if not as_json:
@@ -55,8 +67,8 @@ def generate(
         "prompt": text,
         "text": "".join(pieces),
         "memory": "recurrent",
-        "prompt_tokens": read,
-        "state_bytes": state.nbytes,
+        "prompt_tokens": 1 + len(lm.tokenizer.encode(text)),
+        "state_bytes": state_nbytes(lm.decoder.config, lm.decoder.compute_dtype.itemsize),
         "seconds": time.perf_counter() - began,
     }
     if as_json:

@@ -59,8 +59,10 @@ def progress(unit: str = "", every: float = 10.0) -> Iterator[Meter]:
     """
     if not sys.stderr.isatty():
         meter = LineMeter(unit, every)
-        yield meter
-        meter.finish()
+        try:
+            yield meter
+        finally:
+            meter.finish()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from maglev.errors import RequestError
-from maglev.inference.engine import RECENT_TOKENS, LanguageModel
+from maglev.inference.engine import RECENT_TOKENS, LanguageModel, seeded
 from maglev.inference.sampling import Sampling, next_token
 from maglev.inference.state import State
 from maglev.inference.streaming import TextStream
@@ -70,7 +70,7 @@ def generate_batch(
         raise RequestError(f"max_tokens is {max_tokens}; it must not be negative")
     rows = [
         Row(
-            torch.Generator().manual_seed(seed),
+            seeded(seed),
             TextStream(stop),
             deque(lm.tokenizer.encode(prompt), maxlen=RECENT_TOKENS),
         )

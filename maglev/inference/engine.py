@@ -1,6 +1,7 @@
 """A decoder with its tokenizer: read text into a state, write text from one."""
 
 import hashlib
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -24,6 +25,7 @@ from maglev.runs import TOKENIZER, read_config
 Method = Literal["parallel", "step"]
 # how far back a repetition penalty looks
 RECENT_TOKENS = 1024
+SEED_LIMIT = 1 << 63
 
 
 class LanguageModel:
@@ -106,9 +108,10 @@ class LanguageModel:
         stream = TextStream(stop)
         if max_tokens < 0:
             raise RequestError(f"max_tokens is {max_tokens}; it must not be negative")
+        generator = seeded(seed)
         state = self.read(prompt, state)
         recent = deque(self.tokenizer.encode(prompt), maxlen=RECENT_TOKENS)
-        return self.write(state, max_tokens, sampling, stream, torch.Generator().manual_seed(seed), recent)
+        return self.write(state, max_tokens, sampling, stream, generator, recent)
 
     def write(
         self,
@@ -137,16 +140,33 @@ class LanguageModel:
         return load_state(path, self.decoder, self.fingerprint)
 
 
+def seeded(seed: int) -> torch.Generator:
+    if not 0 <= seed < SEED_LIMIT:
+        raise RequestError(f"seed is {seed}; it must be at least 0 and below 2^63")
+    return torch.Generator().manual_seed(seed)
+
+
+def device_named(name: str) -> torch.device:
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError:
+        raise RequestError(f"device is {name!r}; it must be auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RequestError(f"device is {name!r} and PyTorch sees no CUDA GPU; use cpu or auto")
+    return device
+
+
 def load(run: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> LanguageModel:
     """The newest checkpoint of a run, its decoder alone. bfloat16 on a GPU, float32 elsewhere, unless told."""
     run = Path(run)
     config = read_config(run)
     if not (run / TOKENIZER).is_file():
         raise RequestError(f"{run} has no {TOKENIZER}; name a whole run folder")
-    found = newest(run, report=lambda line: None)
+    # a damaged checkpoint is no reason to fail while an older one is whole, and one to be told
+    found = newest(run, report=lambda line: warnings.warn(line, stacklevel=3))
     if found is None:
         raise RequestError(f"{run} has no checkpoint yet; let 'maglev train' reach one (train.checkpoint_every)")
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    place = device_named(device)
     decoder = Decoder(config.model)
     decoder.load_state_dict(found.tensors("decoder"))
     decoder.to(place, dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32))

@@ -1,5 +1,7 @@
 """A reader's state as an object: fork it, save it, go on from it. It belongs to one model, by fingerprint."""
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -53,8 +55,20 @@ class State:
         for layer, cache in enumerate(self.inner.caches):
             tensors |= {f"key.{layer}": cache.key, f"value.{layer}": cache.value}
         own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with atomic_path(Path(path)) as temporary:
-            save_file(own, temporary, metadata={"format": FORMAT, "model": self.fingerprint})
+        metadata = {"format": FORMAT, "model": self.fingerprint, "sha256": checksum(own)}
+        try:
+            with atomic_path(Path(path)) as temporary:
+                save_file(own, temporary, metadata=metadata)
+        except (OSError, SafetensorError) as error:
+            raise WorkError(f"could not save the state to {path}: {error}; nothing was changed there") from error
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_state(path: str | Path, decoder: Decoder, fingerprint: str) -> State:
@@ -68,6 +82,8 @@ def load_state(path: str | Path, decoder: Decoder, fingerprint: str) -> State:
             if metadata.get("model") != fingerprint:
                 raise RequestError(f"{path} is the state of another model; load it with the model that made it")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if metadata.get("sha256") != checksum(tensors):
+                raise WorkError(f"{path} is damaged: its content does not match its checksum")
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist; save a state with state.save(path)") from None
     except (SafetensorError, OSError) as error:

@@ -197,22 +197,6 @@ def largest_over_ranks(value: int) -> int:
         return int(largest)
 
 
-def broadcast_text(text: str) -> str:
-    """Rank 0's text on every rank."""
-    if not dist.is_initialized():
-        return text
-    content = text.encode() if dist.get_rank() == 0 else b""
-    length = torch.tensor(len(content), device=message_device())
-    with exchange():
-        dist.broadcast(length, src=0)
-        message = torch.zeros(int(length), dtype=torch.uint8, device=message_device())
-        if content:
-            message.copy_(torch.tensor(list(content), dtype=torch.uint8))
-        if message.numel():
-            dist.broadcast(message, src=0)
-        return bytes(message.tolist()).decode()
-
-
 def all_agree(fingerprint: str, what: str = "configuration") -> None:
     """Stop every rank with a WorkError where one of them holds another `what` than rank 0."""
     if not dist.is_initialized():

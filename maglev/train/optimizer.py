@@ -280,13 +280,15 @@ class Optimizer:
 
     @torch.no_grad()
     def state_tensors(self) -> dict[str, Tensor]:
-        """The whole state by parameter name, copied to the CPU; all ranks must call it together."""
+        """The whole state by parameter name, on the CPU of rank 0; all ranks call it together, the others get none."""
+        parts: list[MuonStack | AdamWTensors] = [*self.stacks, *self.adamw]
+        keeps = rank_and_world()[0] == 0
         tensors = {"step": torch.tensor(self.steps)}
-        for stack in self.stacks:
-            tensors |= {name: copy_to_cpu(tensor) for name, tensor in stack.whole_state().items()}
-        for adamw in self.adamw:
-            tensors |= {name: copy_to_cpu(tensor) for name, tensor in adamw.state().items()}
-        return tensors
+        for part in parts:
+            whole = part.whole_state() if isinstance(part, MuonStack) else part.state()
+            if keeps:
+                tensors |= {name: copy_to_cpu(tensor) for name, tensor in whole.items()}
+        return tensors if keeps else {}
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:

@@ -122,3 +122,15 @@ def test_a_terminal_without_unicode(run: Path, processes: Processes) -> None:
     before = "import sys; sys.stdout.reconfigure(encoding='ascii')"
     done = processes.run(["generate", str(run), "--prompt", "é🧪", "--max-tokens", "0"], before=before)
     assert done.stdout == "\\xe9\\U0001f9ea\n" and done.stderr == ""
+
+
+def test_stop_and_penalty_reach_the_engine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def text(*arguments: str) -> str:
+        assert main(["generate", str(run), "--prompt", "a", "--max-tokens", "30", "--json", *arguments]) == 0
+        return json.loads(capsys.readouterr().out)["text"]
+
+    plain = text("--temperature", "0")
+    stop = plain[2:4]
+    assert text("--temperature", "0", "--stop", stop) == plain.split(stop)[0]
+    assert text("--temperature", "0", "--repetition-penalty", "5") != plain
+    assert text("--min-p", "1") == plain

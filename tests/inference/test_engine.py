@@ -8,6 +8,7 @@ import torch
 import maglev
 from maglev.errors import RequestError, WorkError
 from maglev.inference import LanguageModel
+from maglev.inference.engine import device_named
 from maglev.model.accounting import state_nbytes
 from tests.helpers import ALL_RECIPES
 from tests.small_runs import Train
@@ -138,3 +139,32 @@ def test_other_precisions(dtype: torch.dtype, trained: Train) -> None:
     assert state.memory.dtype == dtype
     assert state.nbytes == state_nbytes(lm.decoder.config, dtype.itemsize)
     assert isinstance(greedy(lm, TEXT), str)
+
+
+def test_a_flipped_byte_in_a_saved_state_is_noticed(lm: LanguageModel, tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    lm.read("some text").save(path)
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(WorkError, match="checksum"):
+        lm.load_state(path)
+
+
+def test_a_state_that_cannot_be_saved_says_where(lm: LanguageModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(WorkError, match="could not save the state"):
+        lm.read("some text").save(tmp_path / "file" / "s.safetensors")
+
+
+@pytest.mark.parametrize("device", ["abacus", "cuda:x", "cuda"])
+def test_a_device_that_is_none_is_refused(device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(RequestError, match="device"):
+        device_named(device)
+
+
+def test_a_seed_out_of_range_is_refused(lm: LanguageModel) -> None:
+    with pytest.raises(RequestError, match="seed"):
+        lm.generate("a", seed=1 << 64)

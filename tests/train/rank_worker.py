@@ -98,8 +98,6 @@ def work(folder: Path, world: int) -> None:
     facts = {
         "ranks": [ranks.rank, ranks.world, ranks.local_rank, str(ranks.device)],
         "sums": distributed.sum_over_ranks([1.0, ranks.rank, 1e-12]),
-        "text": distributed.broadcast_text("größe 1" if ranks.is_main else "another"),
-        "empty": distributed.broadcast_text("" if ranks.is_main else "another"),
         "agree": disagreement("same"),
         "disagree": disagreement("one" if ranks.rank < 1 else "other"),
         "owned": [stack.momentum.size(0) for stack in optimizer.stacks],

@@ -59,8 +59,9 @@ def test_ranks_give_the_parameters_of_one_process(runs: Path, world: int) -> Non
 @pytest.mark.parametrize("world", [2, 4])
 def test_state_does_not_depend_on_the_number_of_ranks(runs: Path, world: int) -> None:
     expected = tensors(runs, 1, "state", 0)
-    for rank in range(world):
-        assert_close(tensors(runs, world, "state", rank), expected)
+    assert_close(tensors(runs, world, "state", 0), expected)
+    # rank 0 saves; the others hold no second copy
+    assert all(not tensors(runs, world, "state", rank) for rank in range(1, world))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -83,7 +84,7 @@ def test_messages_between_ranks(runs: Path, world: int) -> None:
     for rank, fact in enumerate(facts(runs, world)):
         assert fact["ranks"] == [rank, world, rank, "cpu"]
         assert fact["sums"] == pytest.approx([world, world * (world - 1) / 2, world * 1e-12], rel=1e-12)
-        assert (fact["text"], fact["empty"], fact["agree"]) == ("größe 1", "", "")
+        assert fact["agree"] == ""
         if world == 1:
             assert fact["disagree"] == ""
         else:
@@ -98,7 +99,6 @@ def test_without_torchrun_there_is_one_rank_and_no_group(monkeypatch: pytest.Mon
     assert ranks == distributed.Ranks(0, 1, 0, torch.device("cpu")) and ranks.is_main
     assert not torch.distributed.is_initialized()
     assert distributed.sum_over_ranks([1, 2.5]) == [1.0, 2.5]
-    assert distributed.broadcast_text("text") == "text"
     distributed.all_agree("anything")
     distributed.barrier()
     distributed.stop()
