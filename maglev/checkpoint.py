@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from maglev.errors import WorkError
-from maglev.files import TEMPORARY_PREFIX, atomic_folder, remove_leftovers, sha256_of_file, sync_folder
+from maglev.files import TEMPORARY_PREFIX, atomic_folder, remove_leftovers, sha256_of_file, sync
 
 FOLDER_NAME = re.compile(r"step-(\d{8,})")
 STATE, MANIFEST = "state.json", "manifest.json"
@@ -127,7 +127,7 @@ def discard(folder: Path) -> None:
     doomed = folder.with_name(TEMPORARY_PREFIX + folder.name)
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(folder, doomed)
-    sync_folder(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -13,16 +13,8 @@ from typing import Any
 TEMPORARY_PREFIX = ".partial-"
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a rename inside `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file's content, or the renames inside a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -41,9 +33,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.chmod(temporary, 0o666 & ~current_umask())
-        sync_file(temporary)
+        sync(temporary)
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -61,10 +53,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         yield temporary
         os.chmod(temporary, 0o777 & ~current_umask())
         for file in temporary.iterdir():
-            sync_file(file)
-        sync_folder(temporary)
+            sync(file)
+        sync(temporary)
         os.rename(temporary, path)
-        sync_folder(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

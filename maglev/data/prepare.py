@@ -17,7 +17,7 @@ from maglev.data.shards import FORMAT, INDEX, SHARD_TOKENS, TOKENIZER, SplitWrit
 from maglev.data.sources import Source, open_source
 from maglev.data.tokenizer import Tokenizer, check_vocab_size
 from maglev.errors import RequestError, WorkError
-from maglev.files import TEMPORARY_PREFIX, atomic_folder, remove_leftovers, sync_folder, write_json
+from maglev.files import TEMPORARY_PREFIX, atomic_folder, remove_leftovers, sync, write_json
 
 VOCAB_SIZE = 32768
 SAMPLE_BYTES = 1_000_000_000
@@ -200,14 +200,14 @@ def _replace_files(staged: Path, folder: Path) -> None:
         old = [path.name for path in folder.iterdir() if OUR_FILES.fullmatch(path.name)]
     # A folder without index is visibly unfinished: the old index goes first, the new one comes last.
     (folder / INDEX).unlink(missing_ok=True)
-    sync_folder(folder)
+    sync(folder)
     for name in old:
         (folder / name).unlink(missing_ok=True)
     for path in sorted(staged.iterdir(), key=lambda path: path.name == INDEX):
         if path.name == INDEX:
-            sync_folder(folder)
+            sync(folder)
         os.replace(path, folder / path.name)
-    sync_folder(folder)
+    sync(folder)
 
 
 def _summary(index: dict[str, Any], files: list[str], held_out: HeldOut, started: float) -> dict[str, Any]:
