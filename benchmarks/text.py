@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from maglev import files
 from maglev.data.loader import Loader
 from maglev.data.prepare import prepare

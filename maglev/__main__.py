@@ -15,6 +15,8 @@ DONE, FAILED, WRONG_REQUEST, INTERRUPTED = 0, 1, 2, 130
 def main(argv: list[str] | None = None) -> int:
     """0 done, 1 the work failed, 2 the request was wrong, 130 interrupted. Errors are one line on stderr."""
     arguments = sys.argv[1:] if argv is None else argv
+    # Torch's threads spin while they wait; on a machine that does other things too, that costs several times the work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A text may hold what the terminal's encoding has no sign for.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -69,7 +71,7 @@ def end_of(error: Exception) -> int:
     if type(error).__name__ == "Abort":
         complain("aborted")
         return FAILED
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
         complain(f"out of memory: {error}" if str(error) else "out of memory")
         return FAILED
     traceback.print_exception(error)

@@ -29,6 +29,19 @@ def tile_windows(
     return tuple(window if letter == SLIDING else context for letter in letters)
 
 
+# far beyond what any machine holds, and small enough that nothing overflows on the way to saying so
+MODEL_LIMITS = {
+    "depth": 10_000,
+    "width": 1 << 20,
+    "heads": 1 << 16,
+    "kv_heads": 1 << 16,
+    "vocab_size": 1 << 24,
+    "context": 1 << 30,
+    "window": 1 << 30,
+}
+LARGEST_COUNT = 10**12
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The deployed network. `memory` says how a decoder takes its own last state: not at all, or in K/V."""
@@ -46,9 +59,9 @@ class ModelConfig:
     logit_softcap: float = 15.0
 
     def __post_init__(self) -> None:
-        for name in ("depth", "width", "heads", "kv_heads", "vocab_size", "context", "window"):
+        for name, most in MODEL_LIMITS.items():
             value = getattr(self, name)
-            require(value >= 1, f"model.{name} is {value}; it must be at least 1")
+            require(1 <= value <= most, f"model.{name} is {value}; it must be at least 1 and at most {most:,}")
         require(
             self.window <= self.context,
             f"model.window is {self.window}, larger than model.context = {self.context}; "
@@ -97,7 +110,10 @@ class LRTConfig:
     passes: int = 2
 
     def __post_init__(self) -> None:
-        require(self.passes >= 1, f"objective.passes is {self.passes}; it must be at least 1")
+        require(
+            1 <= self.passes <= LARGEST_COUNT,
+            f"objective.passes is {self.passes}; it must be at least 1 and at most {LARGEST_COUNT:,}",
+        )
 
 
 @dataclass(frozen=True)
@@ -219,13 +235,20 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("tokens_per_step", "checkpoint_every", "keep_checkpoints", "log_every", "max_bad_steps"):
             value = getattr(self, name)
-            require(value >= 1, f"train.{name} is {value}; it must be at least 1")
+            require(
+                1 <= value <= LARGEST_COUNT,
+                f"train.{name} is {value}; it must be at least 1 and at most {LARGEST_COUNT:,}",
+            )
         for name in ("steps", "rows_per_pass", "threads", "validate_every", "validation_rows", "seed"):
             value = getattr(self, name)
-            require(value >= 0, f"train.{name} is {value}; it must not be negative")
+            require(
+                0 <= value <= LARGEST_COUNT,
+                f"train.{name} is {value}; it must not be negative and at most {LARGEST_COUNT:,}",
+            )
         require(
-            self.tokens_per_parameter > 0,
-            f"train.tokens_per_parameter is {self.tokens_per_parameter}; it must be above 0",
+            0 < self.tokens_per_parameter <= LARGEST_COUNT,
+            f"train.tokens_per_parameter is {self.tokens_per_parameter}; "
+            f"it must be above 0 and at most {LARGEST_COUNT:,}",
         )
 
 

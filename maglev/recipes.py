@@ -103,6 +103,10 @@ def run_config(recipe: str, depth: int = PAPER_DEPTH, settings: dict[str, Any] |
     pattern, memory, objective = RECIPES[recipe]()
     default = RunConfig(recipe, model_config(PAPER_DEPTH, pattern, memory, {}), objective)
     check_keys(default, settings or {})
+    require(
+        depth == PAPER_DEPTH or "model.depth" not in (settings or {}),
+        f"depth is given twice, as {depth} and by model.depth; give one of them",
+    )
     given = {key: value for key, value in (settings or {}).items() if key.startswith("model.")}
     others = {key: value for key, value in (settings or {}).items() if key not in given}
     model = model_config(depth, pattern, memory, parse_section(ModelConfig, given))

@@ -90,7 +90,12 @@ def test_window_follows_context_and_heads_follow_width() -> None:
 
 
 def test_depth_as_a_setting_is_the_same_dial() -> None:
-    assert run_config("swa-ssss", 4, {"model.depth": "6"}) == run_config("swa-ssss", 6)
+    assert run_config("swa-ssss", settings={"model.depth": "6"}) == run_config("swa-ssss", 6)
+
+
+def test_two_depths_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"given twice.*model\.depth"):
+        run_config("swa-ssss", 4, {"model.depth": "6"})
 
 
 def test_a_window_larger_than_the_context_says_which_and_how_to_mend_it() -> None:

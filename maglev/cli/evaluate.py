@@ -8,6 +8,8 @@ import typer
 from maglev.cli.output import console, emit, progress, say
 from maglev.errors import RequestError
 
+DEFAULT_PASSES = 3
+
 
 def bpb(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
@@ -15,7 +17,9 @@ def bpb(
     memory: Annotated[
         str, typer.Option("--memory", help="Where memories come from: recurrent, lifted or refined.")
     ] = "recurrent",
-    passes: Annotated[int, typer.Option("--passes", help="Parallel passes of refined memories.")] = 3,
+    passes: Annotated[
+        int | None, typer.Option("--passes", help="Parallel passes of refined memories, 3 where nothing is said.")
+    ] = None,
     split: Annotated[str, typer.Option("--split", help="Which split of the data.")] = "validation",
     rows: Annotated[int, typer.Option("--rows", help="Only so many rows of it; 0 is all.")] = 0,
     rows_per_pass: Annotated[int, typer.Option("--rows-per-pass", help="Sequences at a time.")] = 64,
@@ -28,12 +32,14 @@ def bpb(
     if memory not in SOURCES:
         raise RequestError(f"--memory is {memory!r}; it must be one of {', '.join(SOURCES)}")
     for name, value, least in (
-        ("--passes", passes, 1),
+        ("--passes", 1 if passes is None else passes, 1),
         ("--rows", rows, 0),
         ("--rows-per-pass", rows_per_pass, 1),
     ):
         if value < least:
             raise RequestError(f"{name} is {value}; it must be at least {least}")
+    if passes is not None and memory != "refined":
+        raise RequestError(f"--passes goes with --memory refined, not with {memory}; leave it away")
     from maglev.data.loader import Loader
     from maglev.evaluate.bpb import bits_per_byte
     from maglev.evaluate.runs import load_objective, open_matching_data
@@ -49,7 +55,7 @@ def bpb(
             loader,
             memory,
             tokens.tokenizer.token_byte_counts(),
-            passes=passes,
+            passes=DEFAULT_PASSES if passes is None else passes,
             rows=rows,
             rows_per_pass=rows_per_pass,
             data=config.data,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from maglev.cli.output import emit
+from maglev.cli.output import emit, say
 from maglev.errors import RequestError
 
 
@@ -40,7 +40,7 @@ def generate(
     from maglev.model.accounting import state_nbytes
     from maglev.train.distributed import resolve_device
 
-    lm = maglev.load(run, device=str(resolve_device(device, setting="--device")))
+    lm = maglev.load(run, device=str(resolve_device(device, setting="--device")), report=say)
     began = time.perf_counter()
     # a wrong value is told here, before anything is printed
     written = lm.generate(

@@ -78,7 +78,8 @@ def open_source(source: str, column: str = "text") -> Source:
             raise RequestError(f"{source}: unknown kind of file; known endings: {', '.join(ENDINGS)}")
         return Source(source, (path,), None, column)
     hub = HUB_NAME.fullmatch(source)
-    if hub is None or _is_known(source):
+    # where the first folder of a path exists, the path was meant, and not a data set of that name
+    if hub is None or _is_known(source) or (hub[2] is None and Path(source).parent.is_dir()):
         raise RequestError(f"{source}: no such file or folder; check the path")
     return Source(source, (), HubName(hub[1], hub[2]), column)
 

@@ -61,6 +61,8 @@ def memories(
     if source == "lifted":
         return lifted(objective, tokens, documents)
     if source == "refined":
+        if objective.decoder.injection is None:
+            raise RequestError("this run has no memory, so there is nothing to refine; use recurrent")
         return refined(objective.decoder, tokens, passes, documents)
     return recurrent(objective.decoder, tokens, documents)
 

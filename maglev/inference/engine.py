@@ -3,7 +3,7 @@
 import hashlib
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
@@ -156,14 +156,19 @@ def device_named(name: str) -> torch.device:
     return device
 
 
-def load(run: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> LanguageModel:
+def load(
+    run: str | Path,
+    device: str = "auto",
+    dtype: torch.dtype | None = None,
+    report: Callable[[str], None] = warnings.warn,
+) -> LanguageModel:
     """The newest checkpoint of a run, its decoder alone. bfloat16 on a GPU, float32 elsewhere, unless told."""
     run = Path(run)
     config = read_config(run)
     if not (run / TOKENIZER).is_file():
         raise RequestError(f"{run} has no {TOKENIZER}; name a whole run folder")
     # a damaged checkpoint is no reason to fail while an older one is whole, and one to be told
-    found = newest(run, report=lambda line: warnings.warn(line, stacklevel=3))
+    found = newest(run, report)
     if found is None:
         raise RequestError(f"{run} has no checkpoint yet; let 'maglev train' reach one (train.checkpoint_every)")
     place = device_named(device)

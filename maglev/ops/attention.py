@@ -26,8 +26,7 @@ class AttentionPlan:
     keys: int
     queries: range
     block: int
-    # blockwise: (blocks, 1, C, span) or (B * blocks, 1, C, span), None where plain causal attention is meant;
-    # flex: its BlockMask
+    # sliding: (blocks, 1, C, span) or (B * blocks, 1, C, span); full: the starts (B, Q), if any; flex: its BlockMask
     mask: Any
 
 
@@ -48,8 +47,10 @@ def plan_attention(
     window = min(window, keys)
     if kernel == FLEX:
         return AttentionPlan(kernel, window, keys, queries, 0, flex.block_mask(window, keys, queries, starts, device))
-    if window == keys and queries == range(keys) and starts is None:
-        return AttentionPlan(kernel, window, keys, queries, 0, None)
+    if window == keys:
+        # every query sees all keys before it: whole causal attention, or block by block for some queries or documents
+        whole = queries == range(keys) and starts is None
+        return AttentionPlan(kernel, window, keys, queries, 0 if whole else LARGEST_BLOCK, starts)
     block = min(max(SMALLEST_BLOCK, window // (2 * queries.step)), LARGEST_BLOCK, len(queries))
     mask = blockwise_mask(window, keys, queries, starts, block, device)
     return AttentionPlan(kernel, window, keys, queries, block, mask)
@@ -59,9 +60,9 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, plan: Attentio
     """query (B, Q, H, Dh), key and value (B, T, G, Dh) -> (B, Q, H, Dh)."""
     if plan.kernel == FLEX:
         return flex.attention(query, key, value, plan.mask)
-    if plan.mask is None:
-        return causal_attention(query, key, value)
-    return blockwise_attention(query, key, value, plan)
+    if plan.window < plan.keys:
+        return blockwise_attention(query, key, value, plan)
+    return growing_attention(query, key, value, plan) if plan.block else causal_attention(query, key, value)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -69,6 +70,20 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query.transpose(1, 2), repeat_heads(key, query), repeat_heads(value, query), is_causal=True
     )
     return out.transpose(1, 2)
+
+
+def growing_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+    """Full causal attention of some positions: a block of queries at a time over the keys before its end."""
+    parts = []
+    for first in range(0, len(plan.queries), plan.block):
+        positions = plan.queries[first : first + plan.block]
+        end = positions[-1] + 1
+        starts = None if plan.mask is None else plan.mask[:, first : first + plan.block]
+        seen = reference.visible(end, plan.window, positions, starts, query.device)[:, None]  # (1 or B, 1, C, end)
+        part = query[:, first : first + plan.block]
+        keys, values = repeat_heads(key[:, :end], query), repeat_heads(value[:, :end], query)
+        parts.append(F.scaled_dot_product_attention(part.transpose(1, 2), keys, values, attn_mask=seen).transpose(1, 2))
+    return torch.cat(parts, dim=1)
 
 
 def repeat_heads(features: Tensor, query: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from maglev.train.loop import Trainer, Watch
 from maglev.train.metrics import writing
 from maglev.train.signals import interruption
 
-# what may differ when a run is resumed, because it does not change what is computed
+# what may differ when a run is resumed: it changes where and how fast things are computed, at most their rounding
 FREE_ON_RESUME = {
     "device", "checkpoint_every", "keep_checkpoints", "validate_every", "validation_rows", "log_every",
     "tensorboard", "compile", "max_bad_steps", "threads", "rows_per_pass",

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from maglev import checkpoint, files
-from maglev.config import RunConfig
+from maglev.config import LRTConfig, RunConfig
 from maglev.data.loader import IGNORED_TARGET, Batch, Loader
 from maglev.data.shards import TokenData
 from maglev.errors import RequestError, WorkError
@@ -272,7 +272,10 @@ class Trainer:
 
     def record(self, losses: StepLosses, skipped: bool, seconds: float) -> None:
         step, rate = self.progress.step, self.config.train.tokens_per_step / seconds
-        mfu = 3 * objective_flops(self.config) * rate / (self.matrix_rate * self.ranks.world)
+        done = 3 * objective_flops(self.config) * rate / self.ranks.world
+        # a limit that was measured while the machine did other things too is no limit
+        self.matrix_rate = max(self.matrix_rate, done)
+        mfu = done / self.matrix_rate
         self.watch.step(step, self.steps, self.note(losses, rate, mfu))
         wanted = step % self.config.train.log_every == 0 or step == self.steps or skipped
         if self.metrics is None or not wanted:
@@ -334,8 +337,23 @@ class Trainer:
         return [
             f"{recipe}, depth {depth}: {self.steps} steps of {tokens:,} tokens ({epochs:.2f} passes over the data), "
             f"{passes} x {self.rows_per_pass} rows per rank on {self.device}",
-            attention.describe(self.device.type),
+            attention.describe(self.device.type) + self.exceptions(),
         ]
+
+    def exceptions(self) -> str:
+        """Passes whose shapes the chosen kernel does not take."""
+        config, decoder = self.config, self.objective.decoder
+        counts = [config.model.context]
+        if isinstance(config.objective, LRTConfig) and config.objective.schedule == "interleaved":
+            counts.append(-(-config.model.context // config.objective.passes))
+        chosen = attention.choose_kernel(self.device.type)
+        others = {
+            f"{count} queries: {kernel}"
+            for count in counts
+            if (kernel := attention.kernel_for(self.device, count, decoder.compute_dtype, config.model.head_dim))
+            != chosen
+        }
+        return f"; passes of {', '.join(sorted(others))}" if others else ""
 
     def summary(self) -> dict[str, Any]:
         return {

@@ -15,6 +15,9 @@ REFERENCE_TOKENS_PER_STEP = 524_288
 ADAM_BETAS = (0.8, 0.95)
 INPUT_SCALE_BETAS = (0.96, 0.95)
 ADAM_EPS = 1e-10
+# While output projections are zero the stream is one direction, and a norm does not see its length: the gradient of a
+# scale is then rounding alone, some 1e-10, which a tiny eps would blow up to steps as large as the learning rate.
+SCALE_EPS = 1e-7
 MUON_BETA2 = 0.95
 
 # (end of the name, group); what ends in none of these is a matrix.
@@ -84,7 +87,9 @@ def build_param_groups(
             decay = config.weight_decay * (REFERENCE_DEPTH / depth) ** 2
             groups.append(MuonGroup(role, tuple(own), peak, decay))
         elif role == "input_scale":
-            groups.append(AdamWGroup(role, tuple(own), peak, INPUT_SCALE_BETAS))
+            groups.append(AdamWGroup(role, tuple(own), peak, INPUT_SCALE_BETAS, SCALE_EPS))
+        elif role == "residual_scale":
+            groups.append(AdamWGroup(role, tuple(own), peak, eps=SCALE_EPS))
         else:
             groups.append(AdamWGroup(role, tuple(own), peak))
     return groups

@@ -81,12 +81,14 @@ def start_from(objective: Objective, run: Path, data: TokenData, report: Callabl
     """
     source = read_config(run).model
     mine = objective.decoder.config
-    for name in ("depth", "width", "heads", "kv_heads", "vocab_size"):
+    for name in ("depth", "width", "heads", "kv_heads", "vocab_size", "rope_base", "logit_softcap"):
         ours, theirs = getattr(mine, name), getattr(source, name)
         if ours != theirs:
             raise RequestError(
                 f"--init-from {run}: its model.{name} is {theirs}, this run's is {ours}; make them equal"
             )
+    if source.windows != mine.windows:
+        report(f"--init-from {run}: its windows are {set(source.windows)}, this run's are {set(mine.windows)}")
     check_tokenizer(run, data)
     checkpoint = newest(run, report)
     if checkpoint is None:

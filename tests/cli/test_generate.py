@@ -1,6 +1,7 @@
 """`maglev generate` as a user meets it: any prompt, whole characters, nothing but text on stdout."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from maglev.inference import LanguageModel
 from maglev.model.accounting import state_nbytes
 from maglev.runs import read_config
 from tests.processes import Processes
-from tests.small_runs import Train
+from tests.small_runs import Train, flip_byte
 
 RECIPE = "maglev-shared-0.1"
 PROMPTS = {
@@ -134,3 +135,15 @@ def test_stop_and_penalty_reach_the_engine(run: Path, capsys: pytest.CaptureFixt
     assert text("--temperature", "0", "--stop", stop) == plain.split(stop)[0]
     assert text("--temperature", "0", "--repetition-penalty", "5") != plain
     assert text("--min-p", "1") == plain
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    newest = sorted((copy / "checkpoints").iterdir())[-1]
+    shutil.copytree(newest, newest.with_name("step-00099999"))
+    flip_byte(newest.with_name("step-00099999") / "decoder.safetensors")
+    assert main(["generate", str(copy), "--prompt", "a", "--max-tokens", "3"]) == 0
+    assert "step-00099999 is damaged" in capsys.readouterr().err

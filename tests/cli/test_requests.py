@@ -261,3 +261,51 @@ def test_in_a_process_of_its_own(arguments: list[str], says: str) -> None:
     done = subprocess.run([sys.executable, "-m", "maglev", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("maglev: ") and done.stderr.count("\n") == 1 and says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--depth", "99999999999999999999"), "model.depth"),
+        (("--set", "model.context=1e300"), "model.context"),
+        (("--set", "train.steps=1e30"), "train.steps"),
+        (("--set", "train.tokens_per_parameter=1e308"), "train.tokens_per_parameter"),
+        (("--depth", "5", "--set", "model.depth=3"), "given twice"),
+    ],
+)
+def test_values_beyond_any_machine_are_refused_at_once(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["info", "swa-ssss", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and words in err
+
+
+def test_more_memory_than_there_is_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(config: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried 4 EB")
+
+    monkeypatch.setattr("maglev.model.accounting.describe", fail)
+    assert main(["info", "swa-ssss"]) == 1
+    assert capsys.readouterr().err.startswith("maglev: out of memory")
+
+
+def test_refining_without_memory_and_passes_without_refining_are_refused(
+    trained: Train, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained("swa-ssss")
+    capsys.readouterr()
+    for arguments, words in ((["--memory", "refined"], "nothing to refine"), (["--passes", "5"], "--passes goes with")):
+        assert main(["eval", "bpb", str(run), "--data", str(data), *arguments]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_a_missing_path_in_a_folder_that_exists_is_not_looked_up_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    assert main(["data", "prepare", "data/books", "--out", "prepared"]) == 2
+    assert "no such file or folder" in capsys.readouterr().err

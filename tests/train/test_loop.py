@@ -20,10 +20,11 @@ from maglev import checkpoint
 from maglev.data.loader import Loader
 from maglev.data.shards import open_data
 from maglev.errors import RequestError, WorkError
+from maglev.model.accounting import objective_flops
 from maglev.objectives.losses import Losses
 from maglev.objectives.maglev import MaglevObjective
-from maglev.runs import read_metrics
-from maglev.train import launch
+from maglev.runs import read_config, read_metrics
+from maglev.train import launch, loop
 from maglev.train.loop import Trainer
 from maglev.train.signals import Interruption
 from tests.helpers import ALL_RECIPES
@@ -319,3 +320,20 @@ def test_every_line_of_metrics_is_json(data: Path, tmp_path: Path) -> None:
     train("swa-ssss", data, tmp_path / "run", {"train.validate_every": 2})
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
+
+
+def test_mfu_is_three_forward_passes_over_the_measured_rate(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "matrix_rate", lambda device, dtype: 1e15)
+    train("maglev-shared-0.1", data, tmp_path / "run", FAST)
+    forward = objective_flops(read_config(tmp_path / "run"))
+    for row in train_rows(tmp_path / "run"):
+        assert row["mfu"] == pytest.approx(3 * forward * row["tokens_per_second"] / 1e15)
+
+
+def test_mfu_is_never_above_one(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate that was measured beside other work may be too low."""
+    monkeypatch.setattr(loop, "matrix_rate", lambda device, dtype: 1.0)
+    train("swa-ssss", data, tmp_path / "run", FAST)
+    assert all(0 < row["mfu"] <= 1 for row in train_rows(tmp_path / "run"))

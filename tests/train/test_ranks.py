@@ -20,6 +20,7 @@ from maglev import checkpoint
 from maglev.data.loader import Loader
 from maglev.data.shards import open_data
 from maglev.runs import read_metrics
+from tests.helpers import ALL_RECIPES
 from tests.processes import ROOT, Process, Processes, until
 from tests.small_runs import FAST, assert_same_tensors, losses_of, tensors_of, train_arguments
 
@@ -50,6 +51,17 @@ def run_ranks(processes: Processes, arguments: list[str], world: int = 2, before
     for process in ranks:
         assert process.wait(PATIENCE) == 0, process.stderr
     return ranks
+
+
+@pytest.mark.parametrize("recipe", ALL_RECIPES)
+def test_two_ranks_give_the_losses_of_one_process_for_every_recipe(
+    recipe: str, data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    """Two layers: with one, nothing lies between the scales and the norm that does not see them."""
+    settings = FAST | {"train.steps": 8}
+    processes.run(train_arguments(recipe, data, tmp_path / "one", settings, depth=2))
+    run_ranks(processes, train_arguments(recipe, data, tmp_path / "two", settings, depth=2))
+    np.testing.assert_allclose(losses_of(tmp_path / "two"), losses_of(tmp_path / "one"), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["maglev-shared-0.1", "lrt-ssss"])
