@@ -1,0 +1,212 @@
+"""One token per row in as few launches as it takes, by itself or from a CUDA graph."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from maglev.errors import RequestError
+from maglev.model.attention import Block
+from maglev.model.decoder import Decoder
+from maglev.model.state import DecoderState, RingCache
+from maglev.ops.decode_steps import ARRIVALS, Backend, decode_steps
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+WARM_UPS = 2
+
+
+class LayerWeights(NamedTuple):
+    scales: Tensor  # (2,), residual and input scale
+    stacked: Tensor  # (N, D): query, key, value, and with memory the local gate and the memory gate
+    output: Tensor  # (D, H * Dh)
+    up: Tensor  # (4 D, D)
+    down: Tensor  # (D, 4 D)
+
+
+class FastDecoder:
+    """`Decoder.step_` on the same state, five launches per layer.
+
+    The weights are those of the decoder when this was made; the stacked matrices are copies. Steps of one FastDecoder
+    go one after another, on one stream: they share counters.
+    """
+
+    def __init__(self, decoder: Decoder, backend: Backend | None = None) -> None:
+        self.config = decoder.config
+        self.dtype, self.device = decoder.compute_dtype, decoder.device
+        self.steps = decode_steps(backend, self.device, self.dtype)
+
+        def weight(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(self.dtype).contiguous()
+
+        def layer_weights(layer: int, block: Block) -> LayerWeights:
+            attention = block.attention
+            parts = [attention.query_proj, attention.key_proj, attention.value_proj]
+            if attention.gates is not None:
+                parts += [attention.gates.local_gate, attention.gates.memory_gate]
+            scales = torch.stack((decoder.scales.residual_scale[layer], decoder.scales.input_scale[layer]))
+            return LayerWeights(
+                scales=scales.detach().to(torch.promote_types(scales.dtype, torch.float32)),
+                stacked=torch.cat([weight(part.weight) for part in parts]),
+                output=weight(attention.output_proj.weight),
+                up=weight(block.mlp.up_proj.weight),
+                down=weight(block.mlp.down_proj.weight),
+            )
+
+        self.layers: list[LayerWeights] = []
+        for layer, block in enumerate(decoder.blocks):
+            assert isinstance(block, Block)
+            self.layers.append(layer_weights(layer, block))
+        self.embedding = weight(decoder.embedding.weight)
+        self.readout_weight = weight(decoder.readout.weight)
+        self.frequencies = decoder.frequencies
+        self.memory_weight: Tensor | None = None  # (2 G Dh, D)
+        if decoder.injection is not None:
+            projections = decoder.injection.memory_key_proj, decoder.injection.memory_value_proj
+            self.memory_weight = torch.cat([weight(projection.weight) for projection in projections])
+        self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
+
+    def initial_state(self, batch_size: int) -> DecoderState:
+        return DecoderState.zeros(self.config, batch_size, self.dtype, self.device)
+
+    @torch.no_grad()
+    def step_(self, tokens: Tensor, state: DecoderState) -> Tensor:
+        """Read one token per row and rewrite `state`. tokens (B,) -> memory (B, D)"""
+        memory, position = torch.empty_like(state.memory), torch.empty_like(state.position)
+        self.advance(tokens, state, memory, position)
+        state.memory, state.position = memory, position
+        return memory
+
+    @torch.no_grad()
+    def readout(self, memory: Tensor) -> Tensor:
+        """Soft-capped logits in float32 or better. (B, D) -> (B, V)"""
+        return self.steps.read_out(memory, self.readout_weight, self.config.logit_softcap)
+
+    def advance(self, tokens: Tensor, state: DecoderState, memory_out: Tensor, position_out: Tensor) -> None:
+        """The step itself: rings in place, memory and position into tensors that may be the state's own."""
+        steps, position = self.steps, state.position
+        # kernels start on the current device, wherever their arguments are
+        with torch.cuda.device_of(tokens):
+            start, cos, sin = steps.begin_step(tokens, self.embedding, position, self.frequencies)
+            features = None if self.memory_weight is None else steps.project(state.memory, self.memory_weight)
+            x = start
+            for weights, ring in zip(self.layers, state.caches, strict=True):
+                x, projected = steps.scale_norm_project(x, start, weights.scales, weights.stacked)
+                attended = steps.ring_attend(
+                    projected, features, ring.key, ring.value, position, cos, sin, self.arrivals
+                )
+                x = steps.project_add(x, attended, weights.output)
+                x = steps.project_add(x, steps.norm_project_relu2(x, weights.up), weights.down)
+            steps.finish_step(x, position, memory_out, position_out)
+
+
+def bucket_for(batch: int) -> int:
+    """The smallest captured batch that holds this many rows."""
+    if not 1 <= batch <= max(BUCKETS):
+        raise RequestError(f"a batch of {batch} rows has no CUDA graph; use 1 to {max(BUCKETS)} rows")
+    return min(bucket for bucket in BUCKETS if bucket >= batch)
+
+
+def first_rows(state: DecoderState, rows: int) -> DecoderState:
+    """The same memory, fewer rows: what is written to one is seen in the other."""
+    caches = [RingCache(cache.key[:rows], cache.value[:rows]) for cache in state.caches]
+    return DecoderState(caches, state.memory[:rows], state.position[:rows])
+
+
+def fill_rows(into: DecoderState, state: DecoderState) -> None:
+    """Copy `state` into the first rows of `into`; the others are padding and start anew.
+
+    Rows never meet, so what a padding row's ring still holds does not matter as long as it is a number.
+    """
+    rows = state.batch_size
+    for target, source in zip(into.caches, state.caches, strict=True):
+        target.key[:rows].copy_(source.key)
+        target.value[:rows].copy_(source.value)
+    into.memory[:rows].copy_(state.memory)
+    into.position[:rows].copy_(state.position)
+    into.memory[rows:].zero_()
+    into.position[rows:].zero_()
+
+
+@dataclass
+class CapturedStep:
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor  # (bucket, V), rewritten by every replay
+
+
+class GraphStepper:
+    """Steps with readout from CUDA graphs, one graph per bucket of rows, all on one set of buffers.
+
+    `begin` copies a state in, `step` advances it, `state` copies it out. With `greedy`, each step ends by choosing the
+    most likely tokens, and `step()` without tokens goes on with them: nothing then waits for the host.
+    """
+
+    def __init__(self, decoder: FastDecoder, largest: int = 1, *, greedy: bool = False) -> None:
+        if decoder.device.type != "cuda" or not torch.cuda.is_available():
+            raise RequestError(
+                f"CUDA graphs need a CUDA GPU, the weights are on {decoder.device}; use FastDecoder.step_"
+            )
+        self.decoder, self.greedy = decoder, greedy
+        bucket = bucket_for(largest)
+        self.buffers = decoder.initial_state(bucket)
+        self.tokens = torch.zeros(bucket, dtype=torch.int64, device=decoder.device)
+        self.captured: dict[int, CapturedStep] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+        self.rows = 0
+
+    @torch.inference_mode()
+    def begin(self, state: DecoderState) -> None:
+        """Go on from here. The graph is captured first, since trying it out rewrites the buffers."""
+        rows, room = state.batch_size, self.tokens.shape[0]
+        if rows > room:
+            raise RequestError(f"{rows} rows do not fit into {room}; make GraphStepper with largest={rows}")
+        bucket = bucket_for(rows)
+        if bucket not in self.captured:
+            self.captured[bucket] = self.capture(bucket)
+        fill_rows(first_rows(self.buffers, bucket), state)
+        self.tokens[rows:bucket].zero_()
+        self.rows = rows
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor | None = None) -> Tensor:
+        """tokens (B,) -> logits (B, V) in float32, valid until the next step."""
+        if not self.rows:
+            raise RequestError("GraphStepper has no state yet; call begin(state) first")
+        if tokens is None and not self.greedy:
+            raise RequestError("only a greedy GraphStepper goes on without tokens; give tokens or greedy=True")
+        if tokens is not None:
+            if tokens.shape != (self.rows,):
+                raise RequestError(f"tokens have shape {tuple(tokens.shape)}; the state has {self.rows} rows")
+            self.tokens[: self.rows].copy_(tokens)
+        captured = self.captured[bucket_for(self.rows)]
+        captured.graph.replay()
+        return captured.logits[: self.rows]
+
+    def state(self) -> DecoderState:
+        """A copy of where the rows are now."""
+        return first_rows(self.buffers, self.rows).clone()
+
+    @torch.inference_mode()
+    def capture(self, bucket: int) -> CapturedStep:
+        buffers, tokens = first_rows(self.buffers, bucket), self.tokens[:bucket]
+
+        def work() -> Tensor:
+            self.decoder.advance(tokens, buffers, buffers.memory, buffers.position)
+            logits = self.decoder.readout(buffers.memory)
+            if self.greedy:
+                torch.argmax(logits, dim=-1, out=tokens)
+            return logits
+
+        device = self.decoder.device
+        with torch.cuda.device(device):
+            # kernels are compiled and cuBLAS gets its workspace before anything is recorded
+            side = torch.cuda.Stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    work()
+            torch.cuda.current_stream(device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                logits = work()
+        return CapturedStep(graph, logits)

@@ -1,0 +1,160 @@
+"""The parts of one decoding step, for B rows of one token each: at most five calls per layer.
+
+These are the plain PyTorch twins: they serve any device and precision and define what the kernels of `fused_decode`
+compute, under the same names and signatures. `decode_steps` chooses between the two.
+"""
+
+import importlib.util
+from typing import Literal, Protocol, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maglev.errors import RequestError
+from maglev.ops.decode import decode_attention
+from maglev.ops.inject import gate, mix, rms_norm, rotate
+from maglev.ops.reference import softcap
+from maglev.ops.rotation import rotation
+
+Backend = Literal["torch", "triton"]
+FUSED_DTYPES = (torch.float32, torch.bfloat16)
+# Where a batch has at least this many rings, each of them is one program's work and nothing is counted.
+ARRIVALS = 1024
+
+
+class DecodeSteps(Protocol):
+    """What both this module and `fused_decode` are."""
+
+    def begin_step(
+        self, tokens: Tensor, embedding: Tensor, position: Tensor, frequencies: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def scale_norm_project(self, x: Tensor, start: Tensor, scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def ring_attend(
+        self,
+        projected: Tensor,
+        memory_projected: Tensor | None,
+        ring_key: Tensor,
+        ring_value: Tensor,
+        position: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        arrivals: Tensor,
+    ) -> Tensor: ...
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
+    def project_add(self, x: Tensor, inputs: Tensor, weight: Tensor) -> Tensor: ...
+
+    def norm_project_relu2(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
+    def finish_step(self, x: Tensor, position: Tensor, memory_out: Tensor, position_out: Tensor) -> None: ...
+
+    def read_out(self, memory: Tensor, weight: Tensor, cap: float) -> Tensor: ...
+
+
+def decode_steps(backend: Backend | None, device: torch.device, dtype: torch.dtype) -> DecodeSteps:
+    """The kernels on a CUDA GPU and the twins elsewhere, unless told; what was asked for is never replaced."""
+    if backend is not None and backend not in get_args(Backend):
+        raise RequestError(f"backend is {backend!r}; it must be one of {', '.join(get_args(Backend))}")
+    installed = importlib.util.find_spec("triton") is not None
+    if backend is None:
+        backend = "triton" if device.type == "cuda" and installed and dtype in FUSED_DTYPES else "torch"
+    if backend == "torch":
+        from maglev.ops import decode_steps as twins
+
+        return cast(DecodeSteps, twins)
+    if not installed:
+        raise RequestError("backend 'triton' needs the package triton; install it or use backend 'torch'")
+    if dtype not in FUSED_DTYPES:
+        raise RequestError(f"backend 'triton' works in float32 or bfloat16, not {dtype}; use backend 'torch'")
+    from maglev.ops import fused_decode
+
+    if device.type != "cuda" and not fused_decode.INTERPRETED:
+        raise RequestError(f"backend 'triton' needs a CUDA GPU, the weights are on {device}; use backend 'torch'")
+    return cast(DecodeSteps, fused_decode)
+
+
+def begin_step(
+    tokens: Tensor, embedding: Tensor, position: Tensor, frequencies: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens, position (B,) -> x_0 (B, D), and cos and sin (B, half) for all layers."""
+    cos, sin = rotation(position, frequencies, embedding.dtype)  # (B, 1, half)
+    return rms_norm(F.embedding(tokens, embedding)), cos[:, 0], sin[:, 0]
+
+
+def scale_norm_project(x: Tensor, start: Tensor, scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x' = a x + b x_0 with scales (a, b) in (2,); W norm(x'). x, start (B, D), weight (N, D) -> x', (B, N)"""
+    x = (scales[0] * x + scales[1] * start).to(x.dtype)
+    return x, F.linear(rms_norm(x), weight)
+
+
+def ring_attend(
+    projected: Tensor,
+    memory_projected: Tensor | None,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    position: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    arrivals: Tensor,
+) -> Tensor:
+    """Write one position per row into its ring, in place, then attend over what the ring holds. -> (B, H * Dh)
+
+    projected (B, N) is [query; key; value], with memory also [local gate; memory gate], and memory_projected
+    (B, 2 G Dh) is [W_k^rec m; W_v^rec m], neither normalised nor rotated. ring_key and ring_value (B, W, G, Dh).
+    `arrivals` (ARRIVALS,) is int32 zeros that the kernel counts in and leaves at zero. Slots that were never
+    written must hold finite numbers here; the kernel does not read them.
+    """
+    window, kv_heads, head_dim = ring_key.shape[1:]
+    heads = query_heads(projected, ring_key, memory_projected)
+    sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    query, key, value, logits = projected.split([*sizes, projected.shape[1] - sum(sizes)], dim=1)
+    angles = cos[:, None], sin[:, None]  # (B, 1, half)
+    query = rms_norm(rotate(query.unflatten(1, (heads, head_dim)), *angles))
+    key = rms_norm(rotate(key.unflatten(1, (kv_heads, head_dim)), *angles))
+    value = value.unflatten(1, (kv_heads, head_dim))
+    if memory_projected is not None:
+        memory_key, memory_value = memory_projected.unflatten(1, (2, kv_heads, head_dim)).unbind(1)
+        gates = gate(logits).chunk(2, dim=1)  # (B, G) each
+        key = mix(key, rotate(rms_norm(memory_key), *angles), *gates)
+        value = mix(value, memory_value, *gates)
+    row, slot = torch.arange(position.shape[0], device=position.device), position % window
+    ring_key[row, slot], ring_value[row, slot] = key, value
+    filled = (position + 1).clamp_max(window)
+    return decode_attention(query[:, None], ring_key, ring_value, filled).flatten(1)
+
+
+def query_heads(projected: Tensor, ring_key: Tensor, memory_projected: Tensor | None) -> int:
+    """H, from the rows of the stacked matrix: (H + 2 G) Dh, and 2 G gates where there is memory."""
+    kv_heads, head_dim = ring_key.shape[2:]
+    gates = 0 if memory_projected is None else 2 * kv_heads
+    return (projected.shape[1] - gates) // head_dim - 2 * kv_heads
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """W x. (B, K), (N, K) -> (B, N)"""
+    return F.linear(x, weight)
+
+
+def project_add(x: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+    """x + W inputs. x (B, N), inputs (B, K), weight (N, K) -> (B, N)"""
+    return x + F.linear(inputs, weight)
+
+
+def norm_project_relu2(x: Tensor, weight: Tensor) -> Tensor:
+    """relu(W norm(x))^2. (B, K), (N, K) -> (B, N)"""
+    return F.relu(F.linear(rms_norm(x), weight)).square()
+
+
+def finish_step(x: Tensor, position: Tensor, memory_out: Tensor, position_out: Tensor) -> None:
+    """The memory of this token and the position after it, into the given tensors; they may be the state's own."""
+    memory_out.copy_(rms_norm(x))
+    torch.add(position, 1, out=position_out)
+
+
+def read_out(memory: Tensor, weight: Tensor, cap: float) -> Tensor:
+    """Soft-capped logits in float32 or better. (B, D), (V, D) -> (B, V)"""
+    return softcap(F.linear(memory, weight), cap)

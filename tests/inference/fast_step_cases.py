@@ -1,0 +1,111 @@
+"""FastDecoder on the kernels equals Decoder.step_; `test_fast_step.py` runs this file."""
+
+import pytest
+import torch
+
+from maglev.inference.fast_step import BUCKETS, FastDecoder, GraphStepper
+from maglev.model.decoder import Decoder
+from maglev.ops import fused_decode, fused_ring
+from tests.helpers import random_tokens, small
+from tests.inference.test_fast_step import RECIPES, follow, ragged_state, tiny
+from tests.kernel_cases import DEVICE, INTERPRETED, round_like_the_gpu
+
+if INTERPRETED:
+    round_like_the_gpu()
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program takes the interpreter about a millisecond, however much it does."""
+    monkeypatch.setattr(fused_decode, "PROGRAMS", 1)
+    if INTERPRETED:
+        monkeypatch.setattr(fused_decode, "VECTOR_ROWS", 64)
+    monkeypatch.setattr(fused_ring, "PROGRAMS", 1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape"), list(zip(RECIPES, ({"depth": 1}, {"kv_heads": 1}, {}), strict=True)), ids=RECIPES
+)
+def test_equals_the_decoder_beyond_the_window(recipe: str, shape: dict[str, int]) -> None:
+    follow(tiny(recipe, DEVICE, **shape), "triton", batch=1, steps=40, bound=1e-4)
+
+
+def test_equals_the_decoder_on_ragged_rows() -> None:
+    decoder = tiny("maglev-shared-0.1", DEVICE, kv_heads=1)
+    follow(decoder, "triton", batch=3, steps=4, bound=1e-4, state=ragged_state(decoder))
+
+
+def test_equals_the_decoder_where_the_window_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_ring, "PROGRAMS", 64)
+    monkeypatch.setattr(fused_ring, "TILE", 32)
+    follow(tiny("maglev-shared-0.1", DEVICE), "triton", batch=1, steps=8, bound=1e-4)
+
+
+def test_equals_the_decoder_where_the_products_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_decode, "LARGEST_FUSED_BATCH", 1)
+    follow(tiny("maglev-shared-0.1", DEVICE), "triton", batch=2, steps=8, bound=1e-4)
+
+
+class GraphCases:
+    @pytest.mark.parametrize("rows", [1, 3, 17])
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_replaying_equals_stepping(self, recipe: str, rows: int) -> None:
+        decoder = tiny(recipe, DEVICE)
+        fast = FastDecoder(decoder)
+        stepper, tokens = GraphStepper(fast, largest=32), random_tokens(rows, 12).to(DEVICE)
+        state = fast.initial_state(rows)
+        stepper.begin(state)
+        for slot in range(tokens.shape[1]):
+            expected = fast.readout(fast.step_(tokens[:, slot], state))
+            torch.testing.assert_close(stepper.step(tokens[:, slot]), expected, rtol=1e-4, atol=1e-4)
+        copied = stepper.state()
+        assert copied.position.tolist() == state.position.tolist()
+        torch.testing.assert_close(copied.memory, state.memory, rtol=1e-4, atol=1e-4)
+
+    def test_a_bucket_captured_later_does_not_disturb_the_others(self) -> None:
+        fast = FastDecoder(tiny("maglev-shared-0.1", DEVICE))
+        stepper = GraphStepper(fast, largest=max(BUCKETS[:4]))
+        token = torch.tensor([5], device=DEVICE)
+        stepper.begin(fast.initial_state(1))
+        before = stepper.step(token).clone()
+        stepper.begin(fast.initial_state(4))
+        stepper.step(token.repeat(4))
+        stepper.begin(fast.initial_state(1))
+        assert torch.equal(stepper.step(token), before)
+
+    def test_greedy_goes_on_by_itself(self) -> None:
+        fast = FastDecoder(tiny("maglev-shared-0.1", DEVICE))
+        stepper, state = GraphStepper(fast, greedy=True), fast.initial_state(1)
+        stepper.begin(state)
+        token = torch.tensor([5], device=DEVICE)
+        chosen = stepper.step(token).argmax(-1)
+        for _ in range(6):
+            token = fast.readout(fast.step_(token, state)).argmax(-1)
+            assert torch.equal(token, chosen)
+            chosen = stepper.step().argmax(-1)
+
+    def test_bfloat16_at_full_size_is_as_close_to_float32_as_the_decoder(self) -> None:
+        exact = wide("maglev-shared-0.1")
+        plain = wide("maglev-shared-0.1").bfloat16()
+        fast = FastDecoder(plain)
+        states = exact.initial_state(2), plain.initial_state(2), fast.initial_state(2)
+        errors = [0.0, 0.0]
+        with torch.no_grad():
+            for slot, token in enumerate(random_tokens(2, 24).to(DEVICE).T):
+                expected = exact.step_(token, states[0])
+                for index, (steps, state) in enumerate(((plain, states[1]), (fast, states[2]))):
+                    error = (steps.step_(token, state).float() - expected).norm() / expected.norm()
+                    errors[index] = max(errors[index], float(error))
+                assert errors[1] <= 2 * errors[0] + 1e-3, f"step {slot}: {errors[1]:.4f} against {errors[0]:.4f}"
+
+
+if not INTERPRETED:
+    TestGraphs = GraphCases
+
+
+def wide(recipe: str) -> Decoder:
+    """Heads of 128 and a width that is no power of two; weights small enough that errors do not grow."""
+    shape = {"depth": 3, "width": 1280, "heads": 10, "context": 2048, "window": 512}
+    decoder = small(recipe, scale=0.3, dtype=torch.float32, **shape).decoder.to(DEVICE).requires_grad_(False)
+    # what bfloat16 holds, so that both precisions have the same weights
+    return decoder.bfloat16().float()

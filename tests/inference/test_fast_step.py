@@ -1,0 +1,122 @@
+"""FastDecoder equals Decoder.step_ on the same state, whichever computes it; its graphs refuse what they cannot do."""
+
+import pytest
+import torch
+
+from maglev.errors import RequestError
+from maglev.inference.fast_step import BUCKETS, FastDecoder, GraphStepper, bucket_for, fill_rows, first_rows
+from maglev.model.decoder import Decoder
+from maglev.model.state import DecoderState
+from maglev.ops.decode_steps import Backend
+from tests.helpers import random_tokens, small
+from tests.kernel_cases import run_cases
+
+CASES = "inference/fast_step_cases.py"
+CPU = torch.device("cpu")
+RECIPES = ["swa-ssss", "transformer-slsl", "maglev-shared-0.1"]
+
+
+def tiny(recipe: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32, **settings: int) -> Decoder:
+    shape = {"depth": 2, "width": 32, "heads": 2, "context": 12, "window": 5} | settings
+    return small(recipe, scale=0.5, dtype=dtype, **shape).decoder.to(device).requires_grad_(False)
+
+
+def ragged_state(decoder: Decoder) -> DecoderState:
+    """Three rows that have read 0, 3 and 14 tokens."""
+    state = decoder.initial_state(3)
+    for row, count in enumerate((0, 3, 14)):
+        own = first_rows(decoder.initial_state(1), 1)
+        for token in random_tokens(1, count, seed=row)[0].to(decoder.device):
+            decoder.step_(token[None], own)
+        for into, ring in zip(state.caches, own.caches, strict=True):
+            into.key[row], into.value[row] = ring.key[0], ring.value[0]
+        state.memory[row], state.position[row] = own.memory[0], own.position[0]
+    return state
+
+
+def assert_same(got: DecoderState, expected: DecoderState, bound: float) -> None:
+    assert torch.equal(got.position, expected.position)
+    pairs = [(got.memory, expected.memory)]
+    for ours, theirs in zip(got.caches, expected.caches, strict=True):
+        pairs += [(ours.key, theirs.key), (ours.value, theirs.value)]
+    for mine, other in pairs:
+        torch.testing.assert_close(mine, other, rtol=bound, atol=bound)
+
+
+def follow(
+    decoder: Decoder, backend: Backend, batch: int, steps: int, bound: float, state: DecoderState | None = None
+) -> None:
+    """Both take every step; now and then they exchange their states, which must make no difference."""
+    fast = FastDecoder(decoder, backend)
+    state = fast.initial_state(batch) if state is None else state
+    states = [state, state.clone()]
+    kept = []
+    for slot, token in enumerate(random_tokens(batch, steps).to(decoder.device).T):
+        memory, expected = fast.step_(token, states[0]), decoder.step_(token, states[1])
+        torch.testing.assert_close(memory, expected, rtol=bound, atol=bound)
+        kept.append((memory, memory.clone()))
+        if slot % 10 == 7:
+            torch.testing.assert_close(fast.readout(memory), decoder.readout(expected), rtol=bound, atol=10 * bound)
+            states.reverse()
+    assert_same(*states, bound)
+    assert all(torch.equal(memory, copy) for memory, copy in kept)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_twins_equal_the_decoder_beyond_the_window(recipe: str, kv_heads: int) -> None:
+    decoder = tiny(recipe, dtype=torch.float64, kv_heads=kv_heads)
+    follow(decoder, "torch", batch=2, steps=40, bound=1e-9)
+    follow(decoder, "torch", batch=3, steps=9, bound=1e-9, state=ragged_state(decoder))
+
+
+def test_the_twins_in_a_compute_precision_of_their_own() -> None:
+    """Weights in float32, everything else in bfloat16, as a trained run is evaluated."""
+    decoder = tiny("maglev-shared-0.1")
+    decoder.embedding.compute_dtype = torch.bfloat16
+    follow(decoder, "torch", batch=2, steps=6, bound=0.05)
+
+
+def test_the_kernels_equal_the_decoder_in_the_interpreter() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the same cases run on the GPU")
+    run_cases(CASES, interpreted=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_the_kernels_equal_the_decoder_on_the_gpu() -> None:
+    run_cases(CASES, interpreted=False, limit_s=580)
+
+
+def test_buckets_hold_their_rows() -> None:
+    assert [bucket_for(rows) for rows in (1, 2, 3, 16, 17, 200, 256)] == [1, 2, 4, 16, 32, 256, 256]
+    assert all(bucket_for(bucket) == bucket for bucket in BUCKETS)
+    for rows in (0, -1, 257):
+        with pytest.raises(RequestError, match="1 to 256 rows"):
+            bucket_for(rows)
+
+
+def test_padding_rows_do_not_reach_the_others() -> None:
+    """Two rows in buffers of four that hold something else: the same memories as two rows alone."""
+    decoder = tiny("maglev-shared-0.1", dtype=torch.float64)
+    fast, tokens = FastDecoder(decoder, "torch"), random_tokens(4, 12)
+    buffers, state = fast.initial_state(8), fast.initial_state(2)
+    for slot in range(6):
+        fast.step_(tokens[:2, slot], state)
+    for tensor in (buffers.memory, *(part for ring in buffers.caches for part in (ring.key, ring.value))):
+        tensor.fill_(7.0)
+    buffers.position.fill_(1000)
+    bucket = first_rows(buffers, bucket_for(3))
+    fill_rows(bucket, state)
+    assert bucket.position.tolist() == [6, 6, 0, 0] and not bucket.memory[2:].any()
+    for slot in range(6, 12):
+        fast.advance(tokens[:, slot], bucket, bucket.memory, bucket.position)
+        fast.step_(tokens[:2, slot], state)
+    assert_same(first_rows(buffers, 2), state, 1e-12)
+    assert buffers.position[4:].tolist() == [1000] * 4
+
+
+def test_a_graph_without_a_gpu_is_refused() -> None:
+    with pytest.raises(RequestError, match="need a CUDA GPU"):
+        GraphStepper(FastDecoder(tiny("swa-ssss")))

@@ -1,0 +1,228 @@
+"""The kernels of decoding against their plain twins; `test_fused_decode.py` runs this file."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from maglev.ops import decode_steps as twins
+from maglev.ops import fused_decode, fused_ring
+from maglev.ops.rotation import rotation, turn_frequencies
+from tests.kernel_cases import DEVICE, INTERPRETED, round_like_the_gpu
+
+if INTERPRETED:
+    round_like_the_gpu()
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty is full of NaN, so an output that is not wholly written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program takes the interpreter about a millisecond."""
+    monkeypatch.setattr(fused_decode, "PROGRAMS", 8)
+    monkeypatch.setattr(fused_ring, "PROGRAMS", 1)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return drawn.to(DEVICE)
+
+
+Operation = Callable[[object, torch.dtype], list[Tensor]]
+
+
+def product_operations(batch: int, inputs: int, outputs: int) -> dict[str, Operation]:
+    """Every product as a function of the module that computes it and the precision of its arguments."""
+    x, start, base = numbers(batch, inputs), numbers(batch, inputs, seed=1), numbers(batch, outputs, seed=2)
+    weight, scales = numbers(outputs, inputs, seed=3) / inputs**0.5, torch.tensor([0.9, 0.3], device=DEVICE)
+
+    def to(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+        # what bfloat16 holds, in whatever precision it is computed
+        return [tensor.to(torch.bfloat16).to(dtype) for tensor in tensors]
+
+    def scale_norm_project(ops: object, dtype: torch.dtype) -> list[Tensor]:
+        a, b, w = to(dtype, x, start, weight)
+        return list(ops.scale_norm_project(a, b, scales, w))  # type: ignore[attr-defined]
+
+    return {
+        "scale_norm_project": scale_norm_project,
+        "project": lambda ops, dtype: [ops.project(*to(dtype, x, weight))],  # type: ignore[attr-defined]
+        "project_add": lambda ops, dtype: [ops.project_add(*to(dtype, base, x, weight))],  # type: ignore[attr-defined]
+        "norm_project_relu2": lambda ops, dtype: [ops.norm_project_relu2(*to(dtype, x, weight))],  # type: ignore[attr-defined]
+        "read_out": lambda ops, dtype: [ops.read_out(*to(dtype, x, weight * 9), 15.0)],  # type: ignore[attr-defined]
+    }
+
+
+def agree(operation: Operation, tolerance: float = 1e-5) -> None:
+    for got, expected in zip(operation(fused_decode, torch.float32), operation(twins, torch.float32), strict=True):
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def at_most_twice_the_error_of_plain_bfloat16(operation: Operation) -> None:
+    exact, plain = operation(twins, torch.float32), operation(twins, torch.bfloat16)
+    for got, expected, naive in zip(operation(fused_decode, torch.bfloat16), exact, plain, strict=True):
+        assert got.dtype == naive.dtype
+        error, allowed = (got.float() - expected).abs().max(), (naive.float() - expected).abs().max()
+        assert error <= 2 * allowed + 1e-6, f"{error:.2e} against {allowed:.2e} of plain bfloat16"
+
+
+SHAPES = [(32, 48), (48, 37), (64, 64), (33, 5), (256, 3), (300, 17)]
+NAMES = list(product_operations(1, 2, 2))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_products_agree(name: str, batch: int, inputs: int, outputs: int) -> None:
+    agree(product_operations(batch, inputs, outputs)[name])
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_products_in_bfloat16(name: str, batch: int) -> None:
+    at_most_twice_the_error_of_plain_bfloat16(product_operations(batch, 64, 37)[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_of_large_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_decode, "LARGEST_FUSED_BATCH", 2)
+    operation = product_operations(3, 48, 37)[name]
+    agree(operation)
+    at_most_twice_the_error_of_plain_bfloat16(operation)
+
+
+class Ring(NamedTuple):
+    window: int = 16
+    kv_heads: int = 2
+    group: int = 1
+    head_dim: int = 16
+    batch: int = 2
+    memory: bool = True
+    programs: int = 1
+
+
+RINGS = {
+    "plain": Ring(),
+    "without memory": Ring(memory=False),
+    "window of one": Ring(window=1, batch=3),
+    "window of one, split": Ring(window=1, batch=3, programs=64),
+    "one row": Ring(batch=1, window=33, head_dim=32),
+    "odd window": Ring(window=5, batch=5),
+    "odd window, grouped": Ring(window=33, group=3, kv_heads=1, batch=3, head_dim=32),
+    "two queries per key": Ring(window=33, group=2, batch=2, memory=False),
+    "odd head": Ring(window=5, head_dim=12, group=3),
+    "split": Ring(window=33, batch=1, head_dim=32, programs=64),
+    "split, grouped": Ring(window=33, batch=2, group=3, head_dim=32, programs=64),
+    "split, without memory": Ring(window=40, batch=3, kv_heads=1, group=2, memory=False, programs=64),
+}
+
+
+def ring_operation(case: Ring, positions: list[int], arrivals: Tensor, blocks_of: int) -> Operation:
+    """`blocks_of` slots at a time, so that a small window takes several."""
+    batch, heads = case.batch, case.kv_heads * case.group
+    width = (heads + 2 * case.kv_heads) * case.head_dim + 2 * case.kv_heads * case.memory
+    projected, memory = numbers(batch, width), numbers(batch, 2 * case.kv_heads * case.head_dim, seed=1)
+    rings = [numbers(batch, case.window, case.kv_heads, case.head_dim, seed=seed) for seed in (2, 3)]
+    position = torch.tensor(positions, device=DEVICE)
+    frequencies = turn_frequencies(case.head_dim, 10_000.0).to(DEVICE)
+    cos, sin = (part[:, 0] for part in rotation(position, frequencies, torch.float32))
+    unused = torch.arange(case.window, device=DEVICE)[None] >= (position + 1).clamp_max(case.window)[:, None]
+
+    def operation(ops: object, dtype: torch.dtype) -> list[Tensor]:
+        key, value = (ring.to(torch.bfloat16).to(dtype) for ring in rings)
+        if ops is fused_decode:
+            slot = (position % case.window)[:, None] == torch.arange(case.window, device=DEVICE)
+            for ring in (key, value):
+                ring[unused | slot] = float("nan")
+        own = [tensor.to(torch.bfloat16).to(dtype) for tensor in (projected, memory)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fused_ring, "PROGRAMS", case.programs)
+            tile = blocks_of * fused_ring.power_of_two(case.group) * 2 * fused_ring.power_of_two(case.head_dim // 2)
+            patch.setattr(fused_ring, "TILE", tile)
+            out = ops.ring_attend(  # type: ignore[attr-defined]
+                own[0], own[1] if case.memory else None, key, value, position, cos, sin, arrivals
+            )
+        if ops is fused_decode:
+            assert key[unused].isnan().all() and value[unused].isnan().all()
+        return [out, key[~unused], value[~unused]]
+
+    return operation
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_rings_agree_at_any_filling_whatever_unused_slots_hold(name: str) -> None:
+    case = RINGS[name]
+    arrivals = torch.zeros(twins.ARRIVALS, dtype=torch.int32, device=DEVICE)
+    for first in (0, case.window - 1, 10**15 + 3):
+        positions = [first + 3 * row for row in range(case.batch)]
+        operation = ring_operation(case, positions, arrivals, blocks_of=8)
+        agree(operation)
+        assert not arrivals.any()
+    at_most_twice_the_error_of_plain_bfloat16(operation)
+
+
+def test_a_ring_is_written_in_its_slot_and_nowhere_else() -> None:
+    ring = torch.full((2, 5, 1, 16), float("nan"), device=DEVICE)
+    key, value = ring.clone(), ring.clone()
+    position = torch.tensor([0, 0], device=DEVICE)
+    angles = numbers(2, 8), numbers(2, 8, seed=1)
+    arrivals = torch.zeros(twins.ARRIVALS, dtype=torch.int32, device=DEVICE)
+    out = fused_decode.ring_attend(numbers(2, 48), None, key, value, position, *angles, arrivals)
+    assert out.isfinite().all()
+    for tensor in (key, value):
+        assert tensor[:, 0].isfinite().all() and tensor[:, 1:].isnan().all()
+    torch.testing.assert_close(out, value[:, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("position", [0, 7, 10**15])
+def test_a_step_begins_and_ends_as_its_twin_does(position: int, dtype: torch.dtype) -> None:
+    embedding, frequencies = numbers(11, 48).to(dtype), turn_frequencies(12, 10_000.0).to(DEVICE)
+    tokens, positions = torch.tensor([3, 10, 0], device=DEVICE), torch.arange(3, device=DEVICE) + position
+    arguments = tokens, embedding, positions, frequencies
+    for got, expected in zip(fused_decode.begin_step(*arguments), twins.begin_step(*arguments), strict=True):
+        tolerance = 1e-6 if got.dtype == torch.float32 else 0.01
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    ends = []
+    for ops in (fused_decode, twins):
+        memory, after = torch.empty_like(embedding[:3]), torch.empty_like(positions)
+        ops.finish_step(embedding[:3].contiguous(), positions, memory, after)
+        assert after.tolist() == [position + 1, position + 2, position + 3]
+        ends.append(memory)
+    torch.testing.assert_close(ends[0], ends[1], rtol=0.01 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+
+
+def test_a_token_outside_of_the_vocabulary_spoils_its_own_row_alone() -> None:
+    tokens, position = torch.tensor([3, 11, -1, 2], device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    x, cos, sin = fused_decode.begin_step(tokens, numbers(11, 48), position, turn_frequencies(12, 100.0).to(DEVICE))
+    assert x.isnan().all(1).tolist() == [False, True, True, False] and x[[0, 3]].isfinite().all()
+    assert (cos == 1).all() and (sin == 0).all()
+
+
+@pytest.mark.parametrize("outputs", [1, 20, 1280, 3860, 5120, 32_768])
+@pytest.mark.parametrize("inputs", [32, 48, 300, 768, 1280, 5120])
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_tiles_suit_the_threads(outputs: int, inputs: int, element_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    tile = fused_decode.vector_tile(outputs, inputs, element_size)
+    assert tile.warps in (1, 2, 4) and tile.columns.bit_count() == tile.rows.bit_count() == 1
+    assert tile.columns * element_size <= tile.warps * 32 * 16
+    assert inputs % tile.columns == 0 or inputs % 128 or tile.columns >= inputs
+
+
+@pytest.mark.parametrize("window", [1, 5, 33, 512, 2048])
+@pytest.mark.parametrize("batch", [1, 16, 64, 256])
+def test_splits_cover_the_window(window: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for group, head_dim in ((1, 128), (4, 64), (3, 12)):
+        lanes, splits = fused_ring.lanes_and_splits(batch, window, 10, group, head_dim)
+        assert lanes.bit_count() == splits.bit_count() == 1
+        assert splits == 1 or splits < 2 * -(-window // lanes)

@@ -1,0 +1,112 @@
+"""What the decoding kernels become on an H200 at d20, batch 1, compiled without one: Triton brings its own tools."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from maglev.ops import fused_decode, fused_ring  # noqa: E402
+
+WIDTH, HEADS, HEAD_DIM, WINDOW, VOCAB = 1280, 10, 128, 512, 32_768
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def assembly(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: list[str], warps: int) -> str:
+    """PTX for compute capability 9.0; pointers are aligned to 16 bytes, as PyTorch's are."""
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in types
+            if name.endswith("_ptr") or name in aligned
+        },
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert compiled.asm["cubin"]
+    return str(compiled.asm["ptx"])
+
+
+def wide_loads(ptx: str) -> int:
+    return len(re.findall(r"ld\.global\S*\.v4\.b32", ptx))
+
+
+PRODUCTS = {
+    "stacked": (3 * WIDTH + 2 * HEADS, WIDTH, True, True, "none"),
+    "output": (WIDTH, WIDTH, False, False, "add"),
+    "up": (4 * WIDTH, WIDTH, False, True, "relu2"),
+    "down": (WIDTH, 4 * WIDTH, False, False, "add"),
+    "readout": (VOCAB, WIDTH, False, False, "softcap"),
+}
+
+
+@pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in PRODUCTS), ("stacked", 8), ("down", 8)])
+def test_products_compile_to_wide_loads(name: str, batch: int) -> None:
+    outputs, inputs, scale, norm, epilogue = PRODUCTS[name]
+    tensors = ("x_ptr", "start_ptr", "weight_ptr", "base_ptr", "scaled_ptr", "out_ptr")
+    types = dict.fromkeys(tensors, "*bf16") | {
+        "scales_ptr": "*fp32",
+        "rows": "i32",
+        "cap": "fp32",
+        "eps": "fp32",
+    }
+    constants: dict[str, Any] = {"K": inputs, "SCALE": scale, "NORM": norm, "EPILOGUE": epilogue}
+    if batch == 1:
+        kernel, tile = fused_decode.vector_kernel, fused_decode.vector_tile(outputs, inputs, 2)
+        constants |= {"batch": 1, "BATCH": 1}
+    else:
+        kernel, tile = fused_decode.batch_kernel, fused_decode.batch_tile(outputs, inputs)
+        types["batch"] = "i32"
+        constants["BATCH"] = 16
+    constants |= {"ROWS": tile.rows, "CHUNK": tile.columns}
+    ptx = assembly(kernel, types, constants, [] if outputs % 16 else ["rows"], tile.warps)
+    if batch > 1:
+        assert "mma.sync" in ptx and "cp.async" in ptx
+        return
+    weights = tile.rows * inputs // (32 * tile.warps * 8)
+    assert wide_loads(ptx) == weights + (2 if scale else 1) * inputs // tile.columns
+    # all loads of a thread are independent; only where several warps share a row do they meet, once
+    assert ptx.count("bar.sync") <= (0 if tile.warps == 1 else 4)
+
+
+@pytest.mark.parametrize("memory", [True, False])
+@pytest.mark.parametrize("batch", [1, 64, 256])
+def test_the_rings_loop_waits_for_nobody(batch: int, memory: bool) -> None:
+    lanes, splits = fused_ring.lanes_and_splits(batch, WINDOW, HEADS, 1, HEAD_DIM)
+    tensors = ("projected_ptr", "memory_ptr", "key_ptr", "value_ptr", "out_ptr")
+    types = dict.fromkeys(tensors, "*bf16")
+    types |= {"position_ptr": "*i64", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "partial_ptr": "*fp32"}
+    types |= {
+        "arrivals_ptr": "*i32",
+        "width": "i32",
+        "window": "i32",
+        "per_split": "i32",
+        "scale": "fp32",
+        "eps": "fp32",
+    }
+    constants = {"HEADS": HEADS, "KV_HEADS": HEADS, "GROUP": 1, "HALF": HEAD_DIM // 2, "BLOCK": HEAD_DIM // 2}
+    constants |= {"GROUP_BLOCK": 1, "LANES": lanes, "SPLITS": splits, "MEMORY": memory}
+    ptx = assembly(fused_ring.ring_kernel, types, constants, ["window", "per_split"], 4)
+    loops = [
+        ptx[ptx.index(label + ":") : jump.start()]
+        for jump in re.finditer(r"bra\S*\s+(\$L__BB\w+)", ptx)
+        if ptx.find((label := jump[1]) + ":") < jump.start()
+    ]
+    assert len(loops) == 1 and "bar.sync" not in loops[0]
+    assert wide_loads(loops[0]) == 2 * lanes * HEAD_DIM // (128 * 8)
+    assert ("atom" in ptx) == (splits > 1)
