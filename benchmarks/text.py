@@ -19,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import maglev
 from maglev import files
 from maglev.data.loader import Loader
 from maglev.data.prepare import prepare
@@ -123,6 +124,8 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
         "depth": arguments.depth,
         "context": 1024,
         "window": arguments.window,
+        "rates": RATES,
+        "maglev": maglev.__version__,
         "device": name,
         "torch": torch.__version__,
     }

@@ -324,6 +324,11 @@ def setting_keys(config: RunConfig) -> list[str]:
     return keys
 
 
+def setting_values(config: RunConfig) -> dict[str, Any]:
+    values = config.to_dict()
+    return {key: values[key.split(".", 1)[0]][key.split(".", 1)[1]] for key in setting_keys(config)}
+
+
 def check_keys(config: RunConfig, settings: dict[str, Any]) -> None:
     known = setting_keys(config)
     for key in settings:

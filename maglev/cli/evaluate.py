@@ -8,8 +8,6 @@ import typer
 from maglev.cli.output import console, emit, progress, say
 from maglev.errors import RequestError
 
-DEFAULT_PASSES = 3
-
 
 def bpb(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
@@ -27,7 +25,7 @@ def bpb(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
     """Bits per byte by memory source, also by position."""
-    from maglev.evaluate.memories import SOURCES
+    from maglev.evaluate.memories import DEFAULT_PASSES, SOURCES
 
     if memory not in SOURCES:
         raise RequestError(f"--memory is {memory!r}; it must be one of {', '.join(SOURCES)}")

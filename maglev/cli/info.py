@@ -20,10 +20,12 @@ def info(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
-    """Parameters, FLOPs and state bytes."""
+    """Parameters, FLOPs, state bytes, and every setting that --set takes."""
     from maglev.cli.runs import config_of
     from maglev.cli.tables import print_sections
+    from maglev.config import setting_values
     from maglev.model.accounting import describe
 
-    description = describe(config_of(run_or_recipe, depth, settings or []))
+    config = config_of(run_or_recipe, depth, settings or [])
+    description = describe(config) | {"settings": setting_values(config)}
     emit(description, as_json, lambda value: print_sections(console(), value))

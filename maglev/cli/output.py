@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 PIPE_WIDTH = 110
 
@@ -65,20 +66,33 @@ def progress(unit: str = "", every: float = 10.0) -> Iterator[Meter]:
             meter.finish()
         return
     from rich.console import Console
+
+    # stdout stays as it is: results may be written there while the bar is shown.
+    with make_bars(Console(stderr=True)) as bars:
+        yield BarMeter(bars, unit)
+
+
+def make_bars(console: "Console") -> "Progress":
+    """Bars whose notes have a line of their own: beside the bar, 80 columns would cut them off."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class NotedBars(Progress):
+        def get_renderables(self) -> Iterator[Any]:
+            yield self.make_tasks_table(self.tasks)
+            notes = [task.fields["note"] for task in self.tasks if task.fields["note"]]
+            if notes:
+                yield Text("  " + notes[-1], style="dim", no_wrap=True, overflow="ellipsis")
 
     columns = (
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(bar_width=20),
         TextColumn("{task.fields[amount]}", markup=False),
-        TextColumn("{task.fields[note]}", markup=False),
         TimeElapsedColumn(),
         TextColumn("<"),
         TimeRemainingColumn(),
     )
-    # stdout stays as it is: results may be written there while the bar is shown.
-    with Progress(*columns, console=Console(stderr=True), redirect_stdout=False) as bars:
-        yield BarMeter(bars, unit)
+    return NotedBars(*columns, console=console, redirect_stdout=False)
 
 
 class BarMeter:

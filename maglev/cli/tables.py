@@ -29,7 +29,7 @@ def print_sections(console: "Console", result: dict[str, Any]) -> None:
 
 
 def words(name: str) -> str:
-    return name.replace("_", " ")
+    return name if "." in name else name.replace("_", " ")
 
 
 def show(value: Any) -> str:

@@ -97,6 +97,8 @@ def train(
         raise typer.Exit(error.status) from None
     if rank == 0:
         emit(summary, as_json, render)
+    if summary["signal"] and rank == 0:
+        say(f"go on with: maglev train {recipe} --resume, and the same options")
     if summary["signal"]:
         raise typer.Exit(128 + summary["signal"])
 

@@ -200,7 +200,7 @@ def _read_hub(hub: HubName, column: str) -> Iterator[str]:
         import datasets
     except ImportError:
         raise RequestError(
-            f"{where}: no such file or folder; to read it as a Hub data set, pip install 'maglev[hub]'"
+            f"{where}: no such file or folder; to read it as a Hub data set, install the extra 'hub' of maglev"
         ) from None
     try:
         records = iter(datasets.load_dataset(hub.name, hub.config, split="train", streaming=True))

@@ -163,7 +163,7 @@ def render(description: str, draw: Callable[["Figure"], None], size: tuple[float
         from matplotlib.figure import Figure
     except ImportError:
         raise RequestError(
-            "the report's plots need matplotlib, which is not installed; run: pip install 'maglev[report]'"
+            "the report's plots need matplotlib, which is missing; install the extra 'report' of maglev"
         ) from None
     settings: Any = {
         # Letters stay letters: smaller, sharper, and in the page's font.

@@ -13,6 +13,8 @@ from maglev.objectives.maglev import MaglevObjective
 
 Source = Literal["recurrent", "lifted", "refined"]
 SOURCES: tuple[Source, ...] = get_args(Source)
+# of refined memories, where nothing is said
+DEFAULT_PASSES = 3
 
 
 def recurrent(decoder: Decoder, tokens: Tensor, documents: Documents = WHOLE_ROWS) -> Tensor:

@@ -141,5 +141,5 @@ def train(
             watch.say(line)
         signal = trainer.train(noted)
         if signal:
-            watch.say(f"stopped at step {trainer.progress.step} and saved; go on with --resume")
+            watch.say(f"stopped at step {trainer.progress.step} and saved")
         return trainer.summary() | {"signal": signal}

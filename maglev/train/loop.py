@@ -19,7 +19,7 @@ from maglev.data.loader import IGNORED_TARGET, Batch, Loader
 from maglev.data.shards import TokenData
 from maglev.errors import RequestError, WorkError
 from maglev.evaluate.bpb import bits_per_byte, documents_of
-from maglev.evaluate.memories import sources_of
+from maglev.evaluate.memories import DEFAULT_PASSES, sources_of
 from maglev.model.accounting import objective_flops, training_steps
 from maglev.objectives.lrt import LRTObjective
 from maglev.objectives.maglev import MaglevObjective
@@ -33,8 +33,6 @@ from maglev.train.param_groups import build_param_groups
 from maglev.train.setup import build_for_training, compute_dtype, rows_of_step, rows_per_pass, start_from
 from maglev.train.signals import Interruption
 from maglev.train.speed import clock, matrix_rate
-
-REFINED_PASSES = 3
 
 
 class Watch(Protocol):
@@ -313,7 +311,7 @@ class Trainer:
                 self.validation,
                 source,
                 self.data.tokenizer.token_byte_counts(),
-                passes=REFINED_PASSES,
+                passes=DEFAULT_PASSES,
                 rows=rows,
                 # stepping wants many rows and keeps little of each; a pass at once takes what training takes
                 rows_per_pass=rows if remembers and source == "recurrent" else self.rows_per_pass,

@@ -87,7 +87,7 @@ def has_tensorboard(say: Callable[[str], None]) -> bool:
     try:
         import tensorboard  # noqa: F401
     except ImportError:
-        say(f"tensorboard is not installed, so metrics go to {METRICS} alone (pip install 'maglev[tensorboard]')")
+        say(f"tensorboard is not installed, so metrics go to {METRICS} alone (maglev's extra 'tensorboard' brings it)")
         return False
     return True
 

@@ -12,19 +12,26 @@ from maglev.runs import read_metrics
 
 def test_it_leaves_two_runs_their_numbers_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "a demo"
-    assert main(["demo", "--steps", "2", "--json", "--out", str(out)]) == 0
+    assert main(["demo", "--steps", "4", "--json", "--out", str(out)]) == 0
     result = json.loads(capsys.readouterr().out)
     swa, maglev = result["models"]["swa-ssss"], result["models"]["maglev-shared-0.1"]
     assert 0 < swa["bpb_recurrent"] < 20 and "bpb_lifted" not in swa
     assert 0 < maglev["bpb_recurrent"] < 20 and 0 < maglev["bpb_lifted"] < 20
     assert swa["state_bytes"] == maglev["state_bytes"]
-    assert len([row for row in read_metrics(out / "maglev-shared-0.1") if row["kind"] == "train"]) == 2
+    assert len([row for row in read_metrics(out / "maglev-shared-0.1") if row["kind"] == "train"]) == 4
     page = Path(result["report"]).read_text(encoding="utf-8")
     # losses, consistency, by position, state against length
     assert page.count("<svg") == 4
     assert not re.search(r'(?:src|href)="(?!#)', page)
     for number in (swa["bpb_recurrent"], maglev["bpb_recurrent"], maglev["bpb_lifted"]):
         assert f"{number:.4f}" in page
+    # each number is that of its own source
+    for source in ("recurrent", "lifted"):
+        run, data = str(out / "maglev-shared-0.1"), str(out / "data")
+        assert main(["eval", "bpb", run, "--data", data, "--memory", source, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)[f"bpb_{source}"]
+        assert found == pytest.approx(maglev[f"bpb_{source}"], abs=1e-7)
+    assert maglev["bpb_recurrent"] != maglev["bpb_lifted"]
     # again in the same folder, and for people
     assert main(["demo", "--steps", "1", "--out", str(out)]) == 0
     shown = capsys.readouterr().out

@@ -82,3 +82,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_measured(
     done = processes.run(evaluate(run, data, "--rows", "2", "--json"))
     assert json.loads(done.stdout)["step"] == 4
     assert "step-00000006 is damaged: decoder.safetensors" in done.stderr
+
+
+@pytest.mark.parametrize("setting", ["data.document_mask", "data.memory_reset"])
+def test_the_runs_document_settings_are_those_of_its_evaluation(
+    setting: str, trained: Train, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same weights under another setting give another number."""
+    run = tmp_path / "run"
+    shutil.copytree(trained("maglev-shared-0.1"), run)
+    numbers = []
+    for value in (False, True):
+        config = json.loads((run / "config.json").read_text())
+        section, name = setting.split(".")
+        config[section][name] = value
+        (run / "config.json").write_text(json.dumps(config))
+        capsys.readouterr()
+        assert main(["eval", "bpb", str(run), "--data", str(data), "--json"]) == 0
+        numbers.append(json.loads(capsys.readouterr().out)["bpb_recurrent"])
+    assert numbers[0] != numbers[1]

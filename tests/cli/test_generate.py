@@ -135,6 +135,7 @@ def test_stop_and_penalty_reach_the_engine(run: Path, capsys: pytest.CaptureFixt
     assert text("--temperature", "0", "--stop", stop) == plain.split(stop)[0]
     assert text("--temperature", "0", "--repetition-penalty", "5") != plain
     assert text("--min-p", "1") == plain
+    assert text("--top-p", "1e-9") == plain
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(

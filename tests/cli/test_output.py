@@ -1,12 +1,14 @@
 """Results on stdout, everything else on stderr."""
 
+import io
 import json
 import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from maglev.cli.output import describe_bytes, emit, progress, say
+from maglev.cli.output import BarMeter, describe_bytes, emit, make_bars, progress, say
 from maglev.cli.tables import rounded, show
 
 
@@ -69,3 +71,15 @@ def test_cells() -> None:
     assert show([512, 512, 2048, 512]) == "512 x2 2,048 512"
     assert show(True) == "yes" and show(None) == "-" and show(0.25) == "0.25"
     assert rounded(435_159_040) == "435 M" and rounded(1000) == "" and rounded("x") == ""
+
+
+def test_the_bar_and_its_note_fit_into_eighty_columns() -> None:
+    console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
+    bars = make_bars(console)
+    note = "loss 6.3629 (lifted) consistency 0.0003 22,402 tokens/s MFU 13%"
+    BarMeter(bars, "steps").update("maglev-separate-0.1", 1200, 83_000, note)
+    with console.capture() as captured:
+        console.print(bars.get_renderable())
+    shown = captured.get()
+    assert note in shown
+    assert "maglev-separate-0.1" in shown and "1,200 of 83,000 steps" in shown and "0:00:0" in shown

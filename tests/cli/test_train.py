@@ -129,7 +129,9 @@ def test_a_signal_becomes_the_exit_status(
     done = {"run": "r", "step": 3, "steps": 6, "tokens": 9, "signal": 15}
     monkeypatch.setattr(launch, "train", lambda *arguments, **settings: done)
     assert main(train_arguments("swa-ssss", data, tmp_path / "run")) == 143
-    assert capsys.readouterr() == ("r: step 3 of 6, 9 tokens\n", "")
+    out, err = capsys.readouterr()
+    assert out == "r: step 3 of 6, 9 tokens\n"
+    assert err.count("\n") == 1 and "--resume" in err
 
 
 def test_init_from_is_an_option_and_a_setting(

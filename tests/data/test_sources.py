@@ -211,4 +211,4 @@ def test_hub_failures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hub_without_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     message = refusal("owner/name")
-    assert "maglev[hub]" in message and "no such file or folder" in message
+    assert "extra 'hub'" in message and "no such file or folder" in message

@@ -17,15 +17,19 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from maglev import checkpoint
+from maglev.config import DataConfig
 from maglev.data.loader import Loader
 from maglev.data.shards import open_data
 from maglev.errors import RequestError, WorkError
+from maglev.evaluate.bpb import bits_per_byte
+from maglev.evaluate.runs import load_objective
 from maglev.model.accounting import objective_flops
 from maglev.objectives.losses import Losses
 from maglev.objectives.maglev import MaglevObjective
 from maglev.runs import read_config, read_metrics
-from maglev.train import launch, loop
+from maglev.train import launch, loop, schedule
 from maglev.train.loop import Trainer
+from maglev.train.optimizer import Optimizer
 from maglev.train.signals import Interruption
 from tests.helpers import ALL_RECIPES
 from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, flip_byte, losses_of, tensors_of
@@ -337,3 +341,53 @@ def test_mfu_is_never_above_one(data: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(loop, "matrix_rate", lambda device, dtype: 1.0)
     train("swa-ssss", data, tmp_path / "run", FAST)
     assert all(0 < row["mfu"] <= 1 for row in train_rows(tmp_path / "run"))
+
+
+def test_every_step_gets_the_schedules_of_its_index(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a resume, which goes on where the schedule was."""
+    seen = []
+    step = Optimizer.step
+    monkeypatch.setattr(Optimizer, "step", lambda self, *given: (seen.append(given), step(self, *given))[1])
+    settings = FAST | {"train.steps": 6, "train.checkpoint_every": 3, "optimizer.warmup_steps": 2}
+    train("swa-ssss", data, tmp_path / "run", settings)
+    config = read_config(tmp_path / "run").optimizer
+    expected = [
+        (schedule.lr_scale(n, 6, config), schedule.muon_momentum(n), schedule.weight_decay_scale(n, 6))
+        for n in range(6)
+    ]
+    assert seen == expected and len(set(expected)) == 6
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    train("swa-ssss", data, tmp_path / "run", settings, resume=True)
+    assert seen[6:] == expected[3:]
+
+
+@pytest.mark.parametrize("setting", ["data.document_mask", "data.memory_reset"])
+def test_document_settings_reach_training_and_validation(
+    setting: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = Loader(open_data(data), "train", 32, seed=0)
+    end = loader.rows_per_epoch
+    assert any(len(np.unique(row)) > 1 for row in loader.batch(range(end - 4, end)).starts)
+    monkeypatch.setattr(launch, "Trainer", LastRows)
+    rows = {}
+    for value in ("false", "true"):
+        # large steps, so that memory comes to matter in a few of them
+        settings = FAST | {"train.validate_every": 12, "train.validation_rows": 64, "train.steps": 12}
+        settings |= {setting: value, "optimizer.matrix_lr": 2.0}
+        train("maglev-shared-0.1", data, tmp_path / value, settings)
+        rows[value] = read_metrics(tmp_path / value)
+    last = {value: [row for row in found if row["kind"] == "train"][-1] for value, found in rows.items()}
+    assert last["true"]["next_token_loss"] != last["false"]["next_token_loss"]
+    # validation of the same weights depends on the setting too
+    config, objective, _ = load_objective(tmp_path / "true", torch.device("cpu"), print)
+    tokens = open_data(data)
+    loader = Loader(tokens, "validation", config.model.context, seed=0)
+    counts = tokens.tokenizer.token_byte_counts()
+    found = {
+        own: bits_per_byte(objective, loader, "recurrent", counts, rows=config.train.validation_rows, data=own).value
+        for own in (config.data, DataConfig())
+    }
+    assert rows["true"][-1]["bpb_recurrent"] == pytest.approx(found[config.data], abs=1e-6)
+    assert found[config.data] != pytest.approx(found[DataConfig()], abs=1e-6)
