@@ -1,13 +1,15 @@
 """`maglev generate`"""
 
+import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from maglev.cli.output import emit, say
+from maglev.cli.output import say
 from maglev.errors import RequestError
 
 
@@ -54,25 +56,25 @@ def generate(
         stop=stop or (),
         seed=seed,
     )
-    pieces = []
     if not as_json:
-        print(text, end="", flush=True)
-    for piece in written:
-        pieces.append(piece)
-        if not as_json:
-            print(piece, end="", flush=True)
-    if not as_json:
-        print()
+        stream(text, written)
+        return
     result = {
         "prompt": text,
-        "text": "".join(pieces),
+        "text": "".join(written),
         "memory": "recurrent",
         "prompt_tokens": 1 + len(lm.tokenizer.encode(text)),
         "state_bytes": state_nbytes(lm.decoder.config, lm.decoder.compute_dtype.itemsize),
         "seconds": time.perf_counter() - began,
     }
-    if as_json:
-        emit(result, as_json, lambda value: None)
+    print(json.dumps(result))
+
+
+def stream(prompt: str, written: Iterable[str]) -> None:
+    print(prompt, end="", flush=True)
+    for piece in written:
+        print(piece, end="", flush=True)
+    print()
 
 
 def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
