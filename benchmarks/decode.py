@@ -152,7 +152,9 @@ def launches(fast: FastDecoder, state: DecoderState, tokens: Tensor) -> tuple[di
 
     def ring_attend() -> None:
         for ring in rings:
-            steps.ring_attend(projected, features, ring.key, ring.value, position, cos, sin, fast.arrivals)
+            steps.ring_attend(
+                projected, features, ring.key, ring.value, position, cos, sin, fast.arrivals, fast.config.heads
+            )
 
     per_layer: dict[str, Work] = {
         "scale_norm_project": lambda: [

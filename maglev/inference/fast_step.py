@@ -10,18 +10,20 @@ from maglev.errors import RequestError
 from maglev.model.attention import Block
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState, RingCache
-from maglev.ops.decode_steps import ARRIVALS, Backend, decode_steps
+from maglev.ops.decode_steps import Backend, decode_steps
+from maglev.ops.matrix import ARRIVALS, Matrix, WeightFormat, matrix
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WARM_UPS = 2
+ALIGNED_ROWS = 8
 
 
 class LayerWeights(NamedTuple):
     scales: Tensor  # (2,), residual and input scale
-    stacked: Tensor  # (N, D): query, key, value, and with memory the local gate and the memory gate
-    output: Tensor  # (D, H * Dh)
-    up: Tensor  # (4 D, D)
-    down: Tensor  # (D, 4 D)
+    stacked: Matrix  # (N, D): query, key, value, with memory the local gate and the memory gate, and rows of padding
+    output: Matrix  # (D, H * Dh)
+    up: Matrix  # (4 D, D)
+    down: Matrix  # (D, 4 D)
 
 
 class FastDecoder:
@@ -31,13 +33,17 @@ class FastDecoder:
     go one after another, on one stream: they share counters.
     """
 
-    def __init__(self, decoder: Decoder, backend: Backend | None = None) -> None:
+    def __init__(self, decoder: Decoder, backend: Backend | None = None, weights: WeightFormat = "plain") -> None:
         self.config = decoder.config
+        self.weights = weights
         self.dtype, self.device = decoder.compute_dtype, decoder.device
         self.steps = decode_steps(backend, self.device, self.dtype)
 
-        def weight(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(self.dtype).contiguous()
+        def weight(*parts: Tensor) -> Matrix:
+            # cuBLAS is slow where a row of its result does not begin at 16 bytes
+            rows = sum(part.shape[0] for part in parts)
+            padding = parts[0].new_zeros(-rows % ALIGNED_ROWS, parts[0].shape[1])
+            return matrix(torch.cat([*(part.detach() for part in parts), padding]).to(self.dtype), weights)
 
         def layer_weights(layer: int, block: Block) -> LayerWeights:
             attention = block.attention
@@ -47,7 +53,7 @@ class FastDecoder:
             scales = torch.stack((decoder.scales.residual_scale[layer], decoder.scales.input_scale[layer]))
             return LayerWeights(
                 scales=scales.detach().to(torch.promote_types(scales.dtype, torch.float32)),
-                stacked=torch.cat([weight(part.weight) for part in parts]),
+                stacked=weight(*(part.weight for part in parts)),
                 output=weight(attention.output_proj.weight),
                 up=weight(block.mlp.up_proj.weight),
                 down=weight(block.mlp.down_proj.weight),
@@ -57,13 +63,13 @@ class FastDecoder:
         for layer, block in enumerate(decoder.blocks):
             assert isinstance(block, Block)
             self.layers.append(layer_weights(layer, block))
-        self.embedding = weight(decoder.embedding.weight)
-        self.readout_weight = weight(decoder.readout.weight)
+        self.embedding = decoder.embedding.weight.detach().to(self.dtype).contiguous()
+        self.readout_weight = matrix(decoder.readout.weight.detach().to(self.dtype), weights)
         self.frequencies = decoder.frequencies
-        self.memory_weight: Tensor | None = None  # (2 G Dh, D)
+        self.memory_weight: Matrix | None = None  # (2 G Dh, D)
         if decoder.injection is not None:
             projections = decoder.injection.memory_key_proj, decoder.injection.memory_value_proj
-            self.memory_weight = torch.cat([weight(projection.weight) for projection in projections])
+            self.memory_weight = weight(*(projection.weight for projection in projections))
         self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
 
     def initial_state(self, batch_size: int) -> DecoderState:
@@ -93,7 +99,7 @@ class FastDecoder:
             for weights, ring in zip(self.layers, state.caches, strict=True):
                 x, projected = steps.scale_norm_project(x, start, weights.scales, weights.stacked)
                 attended = steps.ring_attend(
-                    projected, features, ring.key, ring.value, position, cos, sin, self.arrivals
+                    projected, features, ring.key, ring.value, position, cos, sin, self.arrivals, self.config.heads
                 )
                 x = steps.project_add(x, attended, weights.output)
                 x = steps.project_add(x, steps.norm_project_relu2(x, weights.up), weights.down)

@@ -14,13 +14,12 @@ from torch import Tensor
 from maglev.errors import RequestError
 from maglev.ops.decode import decode_attention
 from maglev.ops.inject import gate, mix, rms_norm, rotate
+from maglev.ops.matrix import Matrix
 from maglev.ops.reference import softcap
 from maglev.ops.rotation import rotation
 
 Backend = Literal["torch", "triton"]
 FUSED_DTYPES = (torch.float32, torch.bfloat16)
-# Where a batch has at least this many rings, each of them is one program's work and nothing is counted.
-ARRIVALS = 1024
 
 
 class DecodeSteps(Protocol):
@@ -30,7 +29,7 @@ class DecodeSteps(Protocol):
         self, tokens: Tensor, embedding: Tensor, position: Tensor, frequencies: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def scale_norm_project(self, x: Tensor, start: Tensor, scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]: ...
+    def scale_norm_project(self, x: Tensor, start: Tensor, scales: Tensor, weight: Matrix) -> tuple[Tensor, Tensor]: ...
 
     def ring_attend(
         self,
@@ -42,17 +41,18 @@ class DecodeSteps(Protocol):
         cos: Tensor,
         sin: Tensor,
         arrivals: Tensor,
+        heads: int,
     ) -> Tensor: ...
 
-    def project(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def project(self, x: Tensor, weight: Matrix) -> Tensor: ...
 
-    def project_add(self, x: Tensor, inputs: Tensor, weight: Tensor) -> Tensor: ...
+    def project_add(self, x: Tensor, inputs: Tensor, weight: Matrix) -> Tensor: ...
 
-    def norm_project_relu2(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def norm_project_relu2(self, x: Tensor, weight: Matrix) -> Tensor: ...
 
     def finish_step(self, x: Tensor, position: Tensor, memory_out: Tensor, position_out: Tensor) -> None: ...
 
-    def read_out(self, memory: Tensor, weight: Tensor, cap: float) -> Tensor: ...
+    def read_out(self, memory: Tensor, weight: Matrix, cap: float) -> Tensor: ...
 
 
 def decode_steps(backend: Backend | None, device: torch.device, dtype: torch.dtype) -> DecodeSteps:
@@ -85,10 +85,10 @@ def begin_step(
     return rms_norm(F.embedding(tokens, embedding)), cos[:, 0], sin[:, 0]
 
 
-def scale_norm_project(x: Tensor, start: Tensor, scales: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def scale_norm_project(x: Tensor, start: Tensor, scales: Tensor, weight: Matrix) -> tuple[Tensor, Tensor]:
     """x' = a x + b x_0 with scales (a, b) in (2,); W norm(x'). x, start (B, D), weight (N, D) -> x', (B, N)"""
     x = (scales[0] * x + scales[1] * start).to(x.dtype)
-    return x, F.linear(rms_norm(x), weight)
+    return x, weight.times(rms_norm(x))
 
 
 def ring_attend(
@@ -100,25 +100,26 @@ def ring_attend(
     cos: Tensor,
     sin: Tensor,
     arrivals: Tensor,
+    heads: int,
 ) -> Tensor:
     """Write one position per row into its ring, in place, then attend over what the ring holds. -> (B, H * Dh)
 
-    projected (B, N) is [query; key; value], with memory also [local gate; memory gate], and memory_projected
-    (B, 2 G Dh) is [W_k^rec m; W_v^rec m], neither normalised nor rotated. ring_key and ring_value (B, W, G, Dh).
+    projected (B, N) is [query; key; value] of H = `heads` heads, with memory also [local gate; memory gate], then what
+    pads the matrix; memory_projected (B, 2 G Dh) is [W_k^rec m; W_v^rec m]; neither is normalised or rotated.
+    ring_key and ring_value (B, W, G, Dh).
     `arrivals` (ARRIVALS,) is int32 zeros that the kernel counts in and leaves at zero. Slots that were never
     written must hold finite numbers here; the kernel does not read them.
     """
     window, kv_heads, head_dim = ring_key.shape[1:]
-    heads = query_heads(projected, ring_key, memory_projected)
     sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-    query, key, value, logits = projected.split([*sizes, projected.shape[1] - sum(sizes)], dim=1)
+    query, key, value, rest = projected.split([*sizes, projected.shape[1] - sum(sizes)], dim=1)
     angles = cos[:, None], sin[:, None]  # (B, 1, half)
     query = rms_norm(rotate(query.unflatten(1, (heads, head_dim)), *angles))
     key = rms_norm(rotate(key.unflatten(1, (kv_heads, head_dim)), *angles))
     value = value.unflatten(1, (kv_heads, head_dim))
     if memory_projected is not None:
         memory_key, memory_value = memory_projected.unflatten(1, (2, kv_heads, head_dim)).unbind(1)
-        gates = gate(logits).chunk(2, dim=1)  # (B, G) each
+        gates = gate(rest[:, : 2 * kv_heads]).chunk(2, dim=1)  # (B, G) each
         key = mix(key, rotate(rms_norm(memory_key), *angles), *gates)
         value = mix(value, memory_value, *gates)
     row, slot = torch.arange(position.shape[0], device=position.device), position % window
@@ -127,26 +128,19 @@ def ring_attend(
     return decode_attention(query[:, None], ring_key, ring_value, filled).flatten(1)
 
 
-def query_heads(projected: Tensor, ring_key: Tensor, memory_projected: Tensor | None) -> int:
-    """H, from the rows of the stacked matrix: (H + 2 G) Dh, and 2 G gates where there is memory."""
-    kv_heads, head_dim = ring_key.shape[2:]
-    gates = 0 if memory_projected is None else 2 * kv_heads
-    return (projected.shape[1] - gates) // head_dim - 2 * kv_heads
-
-
-def project(x: Tensor, weight: Tensor) -> Tensor:
+def project(x: Tensor, weight: Matrix) -> Tensor:
     """W x. (B, K), (N, K) -> (B, N)"""
-    return F.linear(x, weight)
+    return weight.times(x)
 
 
-def project_add(x: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+def project_add(x: Tensor, inputs: Tensor, weight: Matrix) -> Tensor:
     """x + W inputs. x (B, N), inputs (B, K), weight (N, K) -> (B, N)"""
-    return x + F.linear(inputs, weight)
+    return x + weight.times(inputs)
 
 
-def norm_project_relu2(x: Tensor, weight: Tensor) -> Tensor:
+def norm_project_relu2(x: Tensor, weight: Matrix) -> Tensor:
     """relu(W norm(x))^2. (B, K), (N, K) -> (B, N)"""
-    return F.relu(F.linear(rms_norm(x), weight)).square()
+    return F.relu(weight.times(rms_norm(x))).square()
 
 
 def finish_step(x: Tensor, position: Tensor, memory_out: Tensor, position_out: Tensor) -> None:
@@ -155,6 +149,6 @@ def finish_step(x: Tensor, position: Tensor, memory_out: Tensor, position_out: T
     torch.add(position, 1, out=position_out)
 
 
-def read_out(memory: Tensor, weight: Tensor, cap: float) -> Tensor:
+def read_out(memory: Tensor, weight: Matrix, cap: float) -> Tensor:
     """Soft-capped logits in float32 or better. (B, D), (V, D) -> (B, V)"""
-    return softcap(F.linear(memory, weight), cap)
+    return softcap(weight.times(memory), cap)

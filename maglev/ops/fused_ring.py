@@ -10,14 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maglev.ops.decode_steps import ARRIVALS, query_heads
+from maglev.ops.fused_product import early, next_kernel, power_of_two, previous_kernel
 from maglev.ops.inject import NORM_EPS
+from maglev.ops.matrix import ARRIVALS
 
-# Programs that together keep an H200 busy: about four run on a multiprocessor at once, and the last ones run alone.
-PROGRAMS = ARRIVALS
-WARPS = 4
-# Numbers of a block of keys: 32 in each thread.
-TILE = 32 * 32 * WARPS
+# Programs that together keep an H200 busy. A ring is shared by several even where there are more of them: then those
+# that are done sooner take more, and the last ones do not run alone.
+PROGRAMS = 512
+LEAST_SPLITS = 4
+WARPS = 1
+# Numbers of a block of keys: 64 in each thread.
+TILE = 64 * 32 * WARPS
 # What the last of several programs adds up must fit into its registers.
 MOST_PARTS = 32
 LOG2_E = 1.4426950408889634
@@ -168,7 +171,7 @@ def ring_kernel(  # type: ignore[no-untyped-def]
     projected_ptr, memory_ptr, key_ptr, value_ptr, position_ptr, cos_ptr, sin_ptr, partial_ptr, arrivals_ptr, out_ptr,
     width, window, per_split, scale, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, MEMORY: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, MEMORY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     stride: tl.constexpr = KV_HEADS * 2 * HALF
@@ -179,10 +182,12 @@ def ring_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum(tl.minimum(position + 1, window).to(tl.int32), begin + per_split)
     key_ptr += row * window * stride + head * (2 * HALF)
     value_ptr += row * window * stride + head * (2 * HALF)
-    # on its way while the token is prepared
+    # On its way while the token is prepared: the ring and the position are those that the last step left.
     seen, key_first, key_second, value_first, value_second = block_of_slots(
         key_ptr, value_ptr, begin + lane % LANES, end, current, half, is_half, stride, HALF
     )
+    previous_kernel(EARLY)
+    next_kernel(EARLY)
     cos = tl.load(cos_ptr + row * HALF + half, mask=is_half, other=0.0)
     sin = tl.load(sin_ptr + row * HALF + half, mask=is_half, other=0.0)
     projected_ptr += row * width
@@ -225,16 +230,12 @@ def ring_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-def power_of_two(number: int) -> int:
-    """The smallest one that is not below it."""
-    return 1 << max(0, number - 1).bit_length()
-
-
 def lanes_and_splits(batch: int, window: int, kv_heads: int, group: int, head_dim: int) -> tuple[int, int]:
     """Slots per block, and programs per ring: enough of them to fill the GPU, none without a block of its own."""
     queries = power_of_two(group)
     lanes = max(1, min(TILE // (queries * 2 * power_of_two(head_dim // 2)), 64))
-    wanted, blocks = power_of_two(-(-PROGRAMS // (batch * kv_heads))), power_of_two(-(-window // lanes))
+    rings, blocks = batch * kv_heads, power_of_two(-(-window // lanes))
+    wanted = max(power_of_two(-(-PROGRAMS // rings)), LEAST_SPLITS if rings <= ARRIVALS else 1)
     return lanes, min(wanted, blocks, max(1, MOST_PARTS // queries))
 
 
@@ -247,12 +248,12 @@ def ring_attend(
     cos: Tensor,
     sin: Tensor,
     arrivals: Tensor,
+    heads: int,
 ) -> Tensor:
     assert projected.is_contiguous() and ring_key.is_contiguous() and ring_value.is_contiguous()
     assert position.is_contiguous() and (memory_projected is None or memory_projected.is_contiguous())
     assert projected.dtype == ring_key.dtype == ring_value.dtype and cos.dtype == torch.float32
     batch, window, kv_heads, head_dim = ring_key.shape
-    heads = query_heads(projected, ring_key, memory_projected)
     group = heads // kv_heads
     lanes, splits = lanes_and_splits(batch, window, kv_heads, group, head_dim)
     group_block, block = power_of_two(group), power_of_two(head_dim // 2)
@@ -265,6 +266,6 @@ def ring_attend(
         projected, projected if memory_projected is None else memory_projected, ring_key, ring_value, position,
         cos, sin, partial, arrivals, out, projected.shape[1], window, per_split, LOG2_E / head_dim**0.5, NORM_EPS,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=group, HALF=head_dim // 2, BLOCK=block, GROUP_BLOCK=group_block,
-        LANES=lanes, SPLITS=splits, MEMORY=memory_projected is not None, num_warps=WARPS,
+        LANES=lanes, SPLITS=splits, MEMORY=memory_projected is not None, num_warps=WARPS, **early(out.device),
     )  # fmt: skip
     return out

@@ -5,7 +5,7 @@ import torch
 
 from maglev.inference.fast_step import BUCKETS, FastDecoder, GraphStepper
 from maglev.model.decoder import Decoder
-from maglev.ops import fused_decode, fused_ring
+from maglev.ops import fused_decode, fused_product, fused_ring
 from tests.helpers import random_tokens, small
 from tests.inference.test_fast_step import RECIPES, follow, ragged_state, tiny
 from tests.kernel_cases import DEVICE, INTERPRETED, round_like_the_gpu
@@ -17,10 +17,11 @@ if INTERPRETED:
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program takes the interpreter about a millisecond, however much it does."""
-    monkeypatch.setattr(fused_decode, "PROGRAMS", 1)
+    monkeypatch.setattr(fused_product, "PROGRAMS", 1)
     if INTERPRETED:
-        monkeypatch.setattr(fused_decode, "VECTOR_ROWS", 64)
+        monkeypatch.setattr(fused_product, "VECTOR_ROWS", 64)
     monkeypatch.setattr(fused_ring, "PROGRAMS", 1)
+    monkeypatch.setattr(fused_ring, "LEAST_SPLITS", 1)
 
 
 @pytest.mark.parametrize(

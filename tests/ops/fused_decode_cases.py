@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from maglev.ops import decode_steps as twins
-from maglev.ops import fused_decode, fused_ring
+from maglev.ops import fused_decode, fused_product, fused_ring
+from maglev.ops.matrix import ARRIVALS, Matrix, WeightFormat, matrix
 from maglev.ops.rotation import rotation, turn_frequencies
 from tests.kernel_cases import DEVICE, INTERPRETED, round_like_the_gpu
 
@@ -27,8 +28,10 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program takes the interpreter about a millisecond."""
-    monkeypatch.setattr(fused_decode, "PROGRAMS", 8)
+    fused_product.batch_tile.cache_clear()
+    monkeypatch.setattr(fused_product, "PROGRAMS", 8)
     monkeypatch.setattr(fused_ring, "PROGRAMS", 1)
+    monkeypatch.setattr(fused_ring, "LEAST_SPLITS", 1)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -39,7 +42,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 Operation = Callable[[object, torch.dtype], list[Tensor]]
 
 
-def product_operations(batch: int, inputs: int, outputs: int) -> dict[str, Operation]:
+def product_operations(batch: int, inputs: int, outputs: int, weights: WeightFormat = "plain") -> dict[str, Operation]:
     """Every product as a function of the module that computes it and the precision of its arguments."""
     x, start, base = numbers(batch, inputs), numbers(batch, inputs, seed=1), numbers(batch, outputs, seed=2)
     weight, scales = numbers(outputs, inputs, seed=3) / inputs**0.5, torch.tensor([0.9, 0.3], device=DEVICE)
@@ -48,16 +51,18 @@ def product_operations(batch: int, inputs: int, outputs: int) -> dict[str, Opera
         # what bfloat16 holds, in whatever precision it is computed
         return [tensor.to(torch.bfloat16).to(dtype) for tensor in tensors]
 
+    def held(dtype: torch.dtype, factor: float = 1.0) -> Matrix:
+        return matrix((weight * factor).to(torch.bfloat16).to(dtype), weights)
+
     def scale_norm_project(ops: object, dtype: torch.dtype) -> list[Tensor]:
-        a, b, w = to(dtype, x, start, weight)
-        return list(ops.scale_norm_project(a, b, scales, w))  # type: ignore[attr-defined]
+        return list(ops.scale_norm_project(*to(dtype, x, start), scales, held(dtype)))  # type: ignore[attr-defined]
 
     return {
         "scale_norm_project": scale_norm_project,
-        "project": lambda ops, dtype: [ops.project(*to(dtype, x, weight))],  # type: ignore[attr-defined]
-        "project_add": lambda ops, dtype: [ops.project_add(*to(dtype, base, x, weight))],  # type: ignore[attr-defined]
-        "norm_project_relu2": lambda ops, dtype: [ops.norm_project_relu2(*to(dtype, x, weight))],  # type: ignore[attr-defined]
-        "read_out": lambda ops, dtype: [ops.read_out(*to(dtype, x, weight * 9), 15.0)],  # type: ignore[attr-defined]
+        "project": lambda ops, dtype: [ops.project(*to(dtype, x), held(dtype))],  # type: ignore[attr-defined]
+        "project_add": lambda ops, dtype: [ops.project_add(*to(dtype, base, x), held(dtype))],  # type: ignore[attr-defined]
+        "norm_project_relu2": lambda ops, dtype: [ops.norm_project_relu2(*to(dtype, x), held(dtype))],  # type: ignore[attr-defined]
+        "read_out": lambda ops, dtype: [ops.read_out(*to(dtype, x), held(dtype, 9.0), 15.0)],  # type: ignore[attr-defined]
     }
 
 
@@ -91,6 +96,37 @@ def test_products_in_bfloat16(name: str, batch: int) -> None:
     at_most_twice_the_error_of_plain_bfloat16(product_operations(batch, 64, 37)[name])
 
 
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_products_with_weights_in_8_bits(name: str, batch: int, weights: WeightFormat) -> None:
+    operation = product_operations(batch, 300, 37, weights)[name]
+    agree(operation)
+    at_most_twice_the_error_of_plain_bfloat16(operation)
+
+
+@pytest.mark.parametrize("weights", ["plain", "int8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_products_whose_columns_are_shared_by_programs(
+    name: str, weights: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch takes two tiles, the second one not filled."""
+    monkeypatch.setattr(fused_product, "MEETING", -(10**9))
+    monkeypatch.setattr(fused_product, "LARGEST_BATCH_TILE", 16)
+    for inputs in (384, 300):
+        assert fused_product.batch_tile(19, 37, inputs).splits == 3
+        operation = product_operations(19, inputs, 37, weights)[name]
+        agree(operation)
+    at_most_twice_the_error_of_plain_bfloat16(operation)
+
+
+def test_counters_are_left_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_product, "MEETING", -(10**9))
+    weight, x = matrix(numbers(37, 384)), numbers(3, 384)
+    first = fused_decode.project(x, weight)
+    assert not weight.arrivals.any() and torch.equal(fused_decode.project(x, weight), first)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_products_of_large_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_decode, "LARGEST_FUSED_BATCH", 2)
@@ -107,6 +143,7 @@ class Ring(NamedTuple):
     batch: int = 2
     memory: bool = True
     programs: int = 1
+    padding: int = 0
 
 
 RINGS = {
@@ -114,6 +151,7 @@ RINGS = {
     "without memory": Ring(memory=False),
     "window of one": Ring(window=1, batch=3),
     "window of one, split": Ring(window=1, batch=3, programs=64),
+    "padded": Ring(batch=3, padding=5),
     "one row": Ring(batch=1, window=33, head_dim=32),
     "odd window": Ring(window=5, batch=5),
     "odd window, grouped": Ring(window=33, group=3, kv_heads=1, batch=3, head_dim=32),
@@ -128,7 +166,7 @@ RINGS = {
 def ring_operation(case: Ring, positions: list[int], arrivals: Tensor, blocks_of: int) -> Operation:
     """`blocks_of` slots at a time, so that a small window takes several."""
     batch, heads = case.batch, case.kv_heads * case.group
-    width = (heads + 2 * case.kv_heads) * case.head_dim + 2 * case.kv_heads * case.memory
+    width = (heads + 2 * case.kv_heads) * case.head_dim + 2 * case.kv_heads * case.memory + case.padding
     projected, memory = numbers(batch, width), numbers(batch, 2 * case.kv_heads * case.head_dim, seed=1)
     rings = [numbers(batch, case.window, case.kv_heads, case.head_dim, seed=seed) for seed in (2, 3)]
     position = torch.tensor(positions, device=DEVICE)
@@ -148,7 +186,7 @@ def ring_operation(case: Ring, positions: list[int], arrivals: Tensor, blocks_of
             tile = blocks_of * fused_ring.power_of_two(case.group) * 2 * fused_ring.power_of_two(case.head_dim // 2)
             patch.setattr(fused_ring, "TILE", tile)
             out = ops.ring_attend(  # type: ignore[attr-defined]
-                own[0], own[1] if case.memory else None, key, value, position, cos, sin, arrivals
+                own[0], own[1] if case.memory else None, key, value, position, cos, sin, arrivals, heads
             )
         if ops is fused_decode:
             assert key[unused].isnan().all() and value[unused].isnan().all()
@@ -160,7 +198,7 @@ def ring_operation(case: Ring, positions: list[int], arrivals: Tensor, blocks_of
 @pytest.mark.parametrize("name", RINGS)
 def test_rings_agree_at_any_filling_whatever_unused_slots_hold(name: str) -> None:
     case = RINGS[name]
-    arrivals = torch.zeros(twins.ARRIVALS, dtype=torch.int32, device=DEVICE)
+    arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=DEVICE)
     for first in (0, case.window - 1, 10**15 + 3):
         positions = [first + 3 * row for row in range(case.batch)]
         operation = ring_operation(case, positions, arrivals, blocks_of=8)
@@ -174,8 +212,8 @@ def test_a_ring_is_written_in_its_slot_and_nowhere_else() -> None:
     key, value = ring.clone(), ring.clone()
     position = torch.tensor([0, 0], device=DEVICE)
     angles = numbers(2, 8), numbers(2, 8, seed=1)
-    arrivals = torch.zeros(twins.ARRIVALS, dtype=torch.int32, device=DEVICE)
-    out = fused_decode.ring_attend(numbers(2, 48), None, key, value, position, *angles, arrivals)
+    arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=DEVICE)
+    out = fused_decode.ring_attend(numbers(2, 48), None, key, value, position, *angles, arrivals, 1)
     assert out.isfinite().all()
     for tensor in (key, value):
         assert tensor[:, 0].isfinite().all() and tensor[:, 1:].isnan().all()
@@ -212,7 +250,7 @@ def test_a_token_outside_of_the_vocabulary_spoils_its_own_row_alone() -> None:
 @pytest.mark.parametrize("element_size", [2, 4])
 def test_tiles_suit_the_threads(outputs: int, inputs: int, element_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    tile = fused_decode.vector_tile(outputs, inputs, element_size)
+    tile = fused_product.vector_tile(outputs, inputs, element_size)
     assert tile.warps in (1, 2, 4) and tile.columns.bit_count() == tile.rows.bit_count() == 1
     assert tile.columns * element_size <= tile.warps * 32 * 16
     assert inputs % tile.columns == 0 or inputs % 128 or tile.columns >= inputs

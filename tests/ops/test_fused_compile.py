@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from maglev.ops import fused_decode, fused_ring  # noqa: E402
+from maglev.ops import fused_product, fused_ring  # noqa: E402
 
 WIDTH, HEADS, HEAD_DIM, WINDOW, VOCAB = 1280, 10, 128, 512, 32_768
 
@@ -47,7 +47,7 @@ def wide_loads(ptx: str) -> int:
 
 
 PRODUCTS = {
-    "stacked": (3 * WIDTH + 2 * HEADS, WIDTH, True, True, "none"),
+    "stacked": (3 * WIDTH + 24, WIDTH, True, True, "none"),
     "output": (WIDTH, WIDTH, False, False, "add"),
     "up": (4 * WIDTH, WIDTH, False, True, "relu2"),
     "down": (WIDTH, 4 * WIDTH, False, False, "add"),
@@ -55,31 +55,42 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in PRODUCTS), ("stacked", 8), ("down", 8)])
-def test_products_compile_to_wide_loads(name: str, batch: int) -> None:
+CASES = [*((name, 1, "plain") for name in PRODUCTS), *((name, 64, "plain") for name in PRODUCTS)]
+CASES += [("stacked", 8, "plain"), ("down", 8, "plain"), ("up", 1, "int8"), ("up", 64, "int8"), ("up", 64, "fp8")]
+
+
+@pytest.mark.parametrize(("name", "batch", "weights"), CASES)
+def test_products_compile_to_wide_loads(name: str, batch: int, weights: str) -> None:
     outputs, inputs, scale, norm, epilogue = PRODUCTS[name]
     tensors = ("x_ptr", "start_ptr", "weight_ptr", "base_ptr", "scaled_ptr", "out_ptr")
-    types = dict.fromkeys(tensors, "*bf16") | {
-        "scales_ptr": "*fp32",
-        "rows": "i32",
-        "cap": "fp32",
-        "eps": "fp32",
-    }
-    constants: dict[str, Any] = {"K": inputs, "SCALE": scale, "NORM": norm, "EPILOGUE": epilogue}
+    types = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(("scales_ptr", "row_scale_ptr", "partial_ptr"), "*fp32")
+    types |= {"arrivals_ptr": "*i32", "rows": "i32", "batch": "i32", "cap": "fp32", "eps": "fp32"}
+    if weights != "plain":
+        types["weight_ptr"] = {"int8": "*i8", "fp8": "*fp8e4nv"}[weights]
+    constants: dict[str, Any] = {"K": inputs, "SCALE": scale, "NORM": norm, "EPILOGUE": epilogue, "EARLY": True}
+    constants["EIGHT_BITS"] = weights != "plain"
     if batch == 1:
-        kernel, tile = fused_decode.vector_kernel, fused_decode.vector_tile(outputs, inputs, 2)
-        constants |= {"batch": 1, "BATCH": 1}
+        kernel, tile = fused_product.vector_kernel, fused_product.vector_tile(outputs, inputs, 2)
     else:
-        kernel, tile = fused_decode.batch_kernel, fused_decode.batch_tile(outputs, inputs)
-        types["batch"] = "i32"
-        constants["BATCH"] = 16
+        kernel, tile = fused_product.batch_kernel, fused_product.batch_tile(batch, outputs, inputs)
+        slice = inputs // tile.splits
+        constants |= {"BATCH": tile.batch, "SPLITS": tile.splits, "SLICE": slice}
+    types = {name: kind for name, kind in types.items() if name in kernel.arg_names}
     constants |= {"ROWS": tile.rows, "CHUNK": tile.columns}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     ptx = assembly(kernel, types, constants, [] if outputs % 16 else ["rows"], tile.warps)
+    # what does not depend on the kernel before this one is asked for before waiting for it
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in before and "st.global" not in before
     if batch > 1:
-        assert "mma.sync" in ptx and "cp.async" in ptx
+        assert ("wgmma" if tile.rows == 64 else "mma.sync") in after and "cp.async" in after
+        assert "prefetch.global.L2" in before and "prefetch" not in after
+        assert ("atom" in after) == (tile.splits > 1)
         return
-    weights = tile.rows * inputs // (32 * tile.warps * 8)
-    assert wide_loads(ptx) == weights + (2 if scale else 1) * inputs // tile.columns
+    if weights != "plain":
+        return
+    assert wide_loads(before) == tile.rows * inputs // (32 * tile.warps * 8)
+    assert wide_loads(after) == (2 if scale else 1) * inputs // tile.columns
     # all loads of a thread are independent; only where several warps share a row do they meet, once
     assert ptx.count("bar.sync") <= (0 if tile.warps == 1 else 4)
 
@@ -100,13 +111,13 @@ def test_the_rings_loop_waits_for_nobody(batch: int, memory: bool) -> None:
         "eps": "fp32",
     }
     constants = {"HEADS": HEADS, "KV_HEADS": HEADS, "GROUP": 1, "HALF": HEAD_DIM // 2, "BLOCK": HEAD_DIM // 2}
-    constants |= {"GROUP_BLOCK": 1, "LANES": lanes, "SPLITS": splits, "MEMORY": memory}
-    ptx = assembly(fused_ring.ring_kernel, types, constants, ["window", "per_split"], 4)
+    constants |= {"GROUP_BLOCK": 1, "LANES": lanes, "SPLITS": splits, "MEMORY": memory, "EARLY": True}
+    ptx = assembly(fused_ring.ring_kernel, types, constants, ["window", "per_split"], fused_ring.WARPS)
     loops = [
         ptx[ptx.index(label + ":") : jump.start()]
         for jump in re.finditer(r"bra\S*\s+(\$L__BB\w+)", ptx)
         if ptx.find((label := jump[1]) + ":") < jump.start()
     ]
     assert len(loops) == 1 and "bar.sync" not in loops[0]
-    assert wide_loads(loops[0]) == 2 * lanes * HEAD_DIM // (128 * 8)
+    assert wide_loads(loops[0]) == 2 * lanes * HEAD_DIM // (32 * fused_ring.WARPS * 8)
     assert ("atom" in ptx) == (splits > 1)
