@@ -1,4 +1,4 @@
-"""What a caller hands in as tokens, checked before anything is read."""
+"""What a caller hands in, checked before anything is read or written."""
 
 import torch
 from torch import Tensor
@@ -17,3 +17,8 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
         raise RequestError(
             f"token id {int(outside[0])} is outside of the vocabulary; ids go from 0 to {vocab_size - 1:,}"
         )
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    if not isinstance(max_tokens, int) or max_tokens < 0:
+        raise RequestError(f"max_tokens is {max_tokens}; it must be a whole number and not negative")
