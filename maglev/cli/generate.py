@@ -104,7 +104,7 @@ def begin_recurrent(run: Path, device: "torch.device", prompt: str, sampling: di
 def begin_lifted(run: Path, device: "torch.device", prompt: str, sampling: dict[str, Any]) -> Begun:
     from maglev.evaluate.reading import LiftedReader
 
-    reader = LiftedReader(run, device, say)
+    reader = LiftedReader(run, str(device), say)
     began = time.perf_counter()
     written = reader.lm.generate(state=reader.read(prompt), **sampling)
     say("the prompt is read with lifted memories, the prefiller's; what follows is the decoder's own")

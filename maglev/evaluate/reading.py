@@ -5,6 +5,7 @@ whatever the length. From there on the decoder goes on alone. It is a yardstick 
 would go on had the decoder's own memories been as good as Q's.
 """
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from maglev.errors import RequestError
 from maglev.evaluate.memories import with_prefiller
 from maglev.evaluate.runs import load_objective
 from maglev.inference.checks import check_tokens
-from maglev.inference.engine import LanguageModel
+from maglev.inference.engine import LanguageModel, device_named
 from maglev.inference.state import State
 from maglev.model.chunk import ChunkPass
 from maglev.model.state import DecoderState
@@ -53,8 +54,9 @@ def read_lifted(objective: Objective, tokens: Tensor) -> DecoderState:
 class LiftedReader:
     """A run with its prefiller: reads prompts lifted, into states that its language model goes on from."""
 
-    def __init__(self, run: Path, device: torch.device, report: Callable[[str], None]) -> None:
-        _, self.objective, _ = load_objective(run, device, report)
+    def __init__(self, run: str | Path, device: str = "auto", report: Callable[[str], None] = warnings.warn) -> None:
+        run = Path(run)
+        _, self.objective, _ = load_objective(run, device_named(device), report)
         with_prefiller(self.objective)
         if not (run / TOKENIZER).is_file():
             raise RequestError(f"{run} has no {TOKENIZER}; name a whole run folder")

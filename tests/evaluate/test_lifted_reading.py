@@ -82,7 +82,7 @@ def test_a_run_without_q_has_no_lifted_reading(recipe: str) -> None:
 
 
 def test_a_run_reads_lifted_and_goes_on_alone(trained: Train) -> None:
-    reader = LiftedReader(trained("maglev-separate-1"), torch.device("cpu"), pytest.fail)
+    reader = LiftedReader(trained("maglev-separate-1"), "cpu", pytest.fail)
     state = reader.read("Some text")
     assert state.position == 1 + len(reader.lm.tokenizer.encode("Some text"))
     assert not torch.allclose(state.memory, reader.lm.read("Some text").memory, atol=1e-4)
