@@ -16,8 +16,7 @@ QUICK: dict[str, Any] = {"model.context": 64, "model.vocab_size": 256}
 
 
 def random_decoder(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    with device:
-        decoder = Decoder(config).to(dtype).eval().requires_grad_(False)
+    decoder = Decoder(config).to(device, dtype).eval().requires_grad_(False)
     for name, parameter in decoder.named_parameters():
         if name.endswith("scale"):
             parameter.fill_(1.0 if name.endswith("residual_scale") else 0.1)
