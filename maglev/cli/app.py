@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from maglev import __version__
-from maglev.cli import data, demo, evaluate, generate, info, train
+from maglev.cli import bench, data, demo, evaluate, generate, info, train
 from maglev.errors import RequestError
 
 
@@ -53,6 +53,7 @@ def print_version(wanted: bool) -> None:
 app = verb_group("Language models with a bounded state: prepare text, train, evaluate, write.")
 data_group = verb_group("From raw text to a tokenizer and token shards.")
 eval_group = verb_group("Measure a run.")
+bench_group = verb_group("Speed on this machine, beside its measured limits.")
 
 
 @app.callback()
@@ -67,9 +68,12 @@ def root(
 
 app.add_typer(data_group, name="data")
 app.add_typer(eval_group, name="eval")
+app.add_typer(bench_group, name="bench")
 data_group.command("prepare")(data.prepare)
 app.command("info")(info.info)
 app.command("train")(train.train)
 eval_group.command("bpb")(evaluate.bpb)
 app.command("generate")(generate.generate)
 app.command("demo")(demo.demo)
+bench_group.command("read")(bench.read)
+bench_group.command("decode")(bench.decode)

@@ -5,12 +5,21 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from maglev.cli.output import say
 from maglev.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+    from maglev.inference import LanguageModel
+
+READS = ("recurrent", "lifted")
+# the model, the text as it comes, and when reading began
+Begun = tuple["LanguageModel", Iterable[str], float]
 
 
 def generate(
@@ -19,6 +28,12 @@ def generate(
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", metavar="FILE", help="The prompt from a file; - is stdin.")
     ] = None,
+    read: Annotated[
+        str,
+        typer.Option(
+            "--read", help="The prompt's memories: recurrent (the decoder's own) or lifted (the prefiller's)."
+        ),
+    ] = "recurrent",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens to write at most.")] = 200,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.8,
     top_k: Annotated[int, typer.Option("--top-k", help="Only the K likeliest tokens; 0 is all.")] = 0,
@@ -37,25 +52,24 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
     """Stream text from the bounded decoder."""
+    check_read(read, repetition_penalty)
     text = read_prompt(prompt, prompt_file)
-    import maglev
     from maglev.model.accounting import state_nbytes
     from maglev.train.distributed import resolve_device
 
-    lm = maglev.load(run, device=str(resolve_device(device, setting="--device")), report=say)
-    began = time.perf_counter()
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or (),
+        "seed": seed,
+    }
+    begin = begin_lifted if read == "lifted" else begin_recurrent
     # a wrong value is told here, before anything is printed
-    written = lm.generate(
-        text,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop or (),
-        seed=seed,
-    )
+    lm, written, began = begin(run, resolve_device(device, setting="--device"), text, sampling)
     if not as_json:
         stream(text, written)
         return
@@ -63,11 +77,38 @@ def generate(
         "prompt": text,
         "text": "".join(written),
         "memory": "recurrent",
+        "prompt_memory": read,
         "prompt_tokens": 1 + len(lm.tokenizer.encode(text)),
         "state_bytes": state_nbytes(lm.decoder.config, lm.decoder.compute_dtype.itemsize),
         "seconds": time.perf_counter() - began,
     }
     print(json.dumps(result))
+
+
+def check_read(read: str, repetition_penalty: float) -> None:
+    if read not in READS:
+        raise RequestError(f"--read is {read!r}; it must be one of {', '.join(READS)}")
+    if read == "lifted" and repetition_penalty != 1:
+        # a state keeps no list of tokens, so the penalty would silently miss the prompt's
+        raise RequestError("--repetition-penalty goes with --read recurrent alone; leave one of them away")
+
+
+def begin_recurrent(run: Path, device: "torch.device", prompt: str, sampling: dict[str, Any]) -> Begun:
+    import maglev
+
+    lm = maglev.load(run, device=str(device), report=say)
+    began = time.perf_counter()
+    return lm, lm.generate(prompt, **sampling), began
+
+
+def begin_lifted(run: Path, device: "torch.device", prompt: str, sampling: dict[str, Any]) -> Begun:
+    from maglev.evaluate.reading import LiftedReader
+
+    reader = LiftedReader(run, str(device), say)
+    began = time.perf_counter()
+    written = reader.lm.generate(state=reader.read(prompt), **sampling)
+    say("the prompt is read with lifted memories, the prefiller's; what follows is the decoder's own")
+    return reader.lm, written, began
 
 
 def stream(prompt: str, written: Iterable[str]) -> None:

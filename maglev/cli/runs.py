@@ -10,12 +10,16 @@ from maglev.recipes import PAPER_DEPTH, RECIPES, run_config
 from maglev.runs import read_config
 
 
+def is_recipe(run_or_recipe: str) -> bool:
+    """A word that is neither a path nor there is taken for a recipe, so that an error names the nearest one."""
+    return run_or_recipe in RECIPES or not (Path(run_or_recipe).exists() or os.sep in run_or_recipe)
+
+
 def config_of(run_or_recipe: str, depth: int | None, assignments: list[str]) -> RunConfig:
     """A recipe takes `--depth` and `--set`; the configuration of a run is fixed."""
-    path = Path(run_or_recipe)
-    if run_or_recipe in RECIPES or not (path.exists() or os.sep in run_or_recipe):
+    if is_recipe(run_or_recipe):
         settings: dict[str, Any] = dict(parse_assignments(assignments))
         return run_config(run_or_recipe, PAPER_DEPTH if depth is None else depth, settings)
     if depth is not None or assignments:
         raise RequestError(f"{run_or_recipe} is a run, its settings are fixed; leave --depth and --set away")
-    return read_config(path)
+    return read_config(Path(run_or_recipe))

@@ -131,7 +131,15 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        return b"".join([self.token_bytes[id] for id in ids])
+        found = []
+        for id in ids:
+            # a negative one would count from the end
+            if not 0 <= id < len(self.token_bytes):
+                raise RequestError(
+                    f"token id {id} is outside of the vocabulary; ids go from 0 to {len(self.token_bytes) - 1:,}"
+                )
+            found.append(self.token_bytes[id])
+        return b"".join(found)
 
     def token_byte_counts(self) -> np.ndarray:
         return np.array([len(token) for token in self.token_bytes], dtype=np.int32)  # (vocab_size,)

@@ -46,11 +46,16 @@ def refined(decoder: Decoder, tokens: Tensor, passes: int, documents: Documents 
     return memory
 
 
-def lifted(objective: Objective, tokens: Tensor, documents: Documents = WHOLE_ROWS) -> Tensor:
-    """The decoder's memories on Q's, as in training. (B, T) -> (B, T, D)"""
+def with_prefiller(objective: Objective) -> MaglevObjective:
+    """The same objective, known to have a Q."""
     if not isinstance(objective, MaglevObjective):
         raise RequestError("this run has no prefiller Q, so it has no lifted memories; use recurrent or refined")
-    return objective.lifted(tokens, documents)[0]
+    return objective
+
+
+def lifted(objective: Objective, tokens: Tensor, documents: Documents = WHOLE_ROWS) -> Tensor:
+    """The decoder's memories on Q's, as in training. (B, T) -> (B, T, D)"""
+    return with_prefiller(objective).lifted(tokens, documents)[0]
 
 
 @torch.no_grad()

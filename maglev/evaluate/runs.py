@@ -32,7 +32,7 @@ def load_objective(
     if isinstance(objective, MaglevObjective):
         prefiller = found.tensors("prefiller")
         if not prefiller:
-            raise RequestError(f"{run} has no prefiller any more, so no lifted memories; use --memory recurrent")
+            raise RequestError(f"{run} has no prefiller any more, so no lifted memories; use recurrent ones")
         objective.prefiller.load_state_dict(prefiller)
     objective.to(device).eval()
     if device.type == "cuda":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from maglev.errors import RequestError
+from maglev.inference.checks import check_max_tokens
 from maglev.inference.engine import RECENT_TOKENS, LanguageModel, seeded
 from maglev.inference.sampling import Sampling, next_token
 from maglev.inference.state import State
@@ -62,12 +63,13 @@ def generate_batch(
     """
     sampling = sampling or Sampling()
     seeds = list(range(len(prompts))) if seeds is None else seeds
+    if isinstance(prompts, str):
+        raise RequestError("prompts is one text; give a list of them, or use generate")
     if not prompts:
         raise RequestError("no prompts; give at least one")
     if len(seeds) != len(prompts):
         raise RequestError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one per prompt")
-    if max_tokens < 0:
-        raise RequestError(f"max_tokens is {max_tokens}; it must not be negative")
+    check_max_tokens(max_tokens)
     rows = [
         Row(
             seeded(seed),

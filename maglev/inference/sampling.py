@@ -23,14 +23,17 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
             raise RequestError(f"temperature is {self.temperature}; it must be from 0 (greedy) to 100")
-        if self.top_k < 0:
-            raise RequestError(f"top_k is {self.top_k}; it must be at least 1, or 0 to keep every token")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise RequestError(
+                f"top_k is {self.top_k}; it must be a whole number, at least 1, or 0 to keep every token"
+            )
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise RequestError(f"min_p is {self.min_p}; it must be from 0 to 1")
-        if not (math.isfinite(self.repetition_penalty) and 0 < self.repetition_penalty <= 100):
-            raise RequestError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 and at most 100")
+        # as far down as up: a tiny one would turn logits into infinities
+        if not 0.01 <= self.repetition_penalty <= 100:
+            raise RequestError(f"repetition_penalty is {self.repetition_penalty}; it must be from 0.01 to 100")
 
 
 def penalise(logits: Tensor, recent: Iterable[int], penalty: float) -> Tensor:
@@ -47,7 +50,9 @@ def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator, r
     logits = penalise(logits, recent, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return int(logits.argmax())
-    scores = logits.double().cpu() / sampling.temperature
+    scores = logits.double().cpu()
+    # the largest is 0, so that the tiniest temperature makes no infinity that a softmax cannot take
+    scores = (scores - scores.max()) / sampling.temperature
     order = scores.argsort(descending=True, stable=True)
     weights = scores[order].softmax(-1)
     if sampling.top_k:

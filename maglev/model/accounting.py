@@ -67,6 +67,20 @@ def decoder_flops(config: ModelConfig) -> float:
     return stack_flops(config, config.windows) + 2 * (extra + config.vocab_size * config.width)
 
 
+def pass_flops(config: ModelConfig, first: int, count: int) -> float:
+    """FLOPs of one pass of P over positions `first` to `first + count - 1` of a text, without the readout.
+
+    A position counts the keys that its windows hold, not those that a kernel touches and masks.
+    """
+
+    def keys_before(position: int) -> float:
+        return position * attended_keys(config.windows, position) if position else 0.0
+
+    matrices = block_matrices(config) + gate_parameters(config) + memory_parameters(config)
+    keys = keys_before(first + count) - keys_before(first)
+    return 2 * matrices * count + 4 * config.width * keys
+
+
 def objective_flops(config: RunConfig) -> float:
     """Forward FLOPs per token of one training step; forward and backward together cost three times that."""
     model, objective = config.model, config.objective

@@ -148,3 +148,24 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     flip_byte(newest.with_name("step-00099999") / "decoder.safetensors")
     assert main(["generate", str(copy), "--prompt", "a", "--max-tokens", "3"]) == 0
     assert "step-00099999 is damaged" in capsys.readouterr().err
+
+
+def test_a_prompt_read_lifted_is_said_to_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", str(run), "--prompt", "The list", "--max-tokens", "8", "--temperature", "0"]
+    assert main([*arguments, "--read", "lifted", "--json"]) == 0
+    out, err = capsys.readouterr()
+    value = json.loads(out)
+    assert (value["prompt_memory"], value["memory"]) == ("lifted", "recurrent")
+    assert err.count("\n") == 1 and "lifted memories" in err
+    assert as_json(arguments[1:], capsys)["prompt_memory"] == "recurrent"
+    assert main([*arguments, "--read", "lifted"]) == 0
+    assert capsys.readouterr().out == "The list" + value["text"] + "\n"
+
+
+def test_no_prompt_at_all_no_tokens_and_a_stop_that_never_comes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = as_json([str(run), "--max-tokens", "0"], capsys)
+    assert (nothing["prompt"], nothing["text"], nothing["prompt_tokens"]) == ("", "", 1)
+    assert written([str(run), "--prompt", "a", "--max-tokens", "0"], capsys) == "a\n"
+    plain = written([str(run), "--prompt", "a", "--max-tokens", "9"], capsys)
+    assert written([str(run), "--prompt", "a", "--max-tokens", "9", "--stop", "\x01never"], capsys) == plain
+    assert written([str(run), "--prompt", "a", "--max-tokens", "9", "--top-k", "9" * 30], capsys) == plain

@@ -134,14 +134,31 @@ def test_eval_refuses(
         (("--prompt-file", "none.txt"), "--prompt-file none.txt: No such file"),
         (("--prompt-file", "."), "--prompt-file .: Is a directory"),
         (("--prompt", "a", "--prompt-file", "-"), "exclude each other"),
+        (("--temperature", "inf"), "temperature is inf"),
+        (("--temperature", "101"), "temperature is 101.0"),
+        (("--top-p", "nan"), "top_p is nan"),
+        (("--min-p", "-0.5"), "min_p is -0.5"),
+        (("--min-p", "nan"), "min_p is nan"),
+        (("--repetition-penalty", "0"), "repetition_penalty is 0.0"),
+        (("--repetition-penalty", "nan"), "repetition_penalty is nan"),
+        (("--repetition-penalty", "inf"), "repetition_penalty is inf"),
+        (("--stop", ""), "a stop string is empty"),
+        (("--read", "foo"), "--read is 'foo'; it must be one of recurrent, lifted"),
+        (("--read", "lifted", "--prompt", "word " * 99), "tokens and lifted reading takes 1 to 32"),
+        (("--read", "lifted", "--repetition-penalty", "2"), "--repetition-penalty goes with --read recurrent"),
+        (("--read", "lifted", "--top-k", "-1"), "top_k is -1"),
     ],
 )
 def test_generate_refuses(
     value: tuple[str, ...], says: str, trained: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is written to stdout."""
-    prompt = () if "--prompt-file" in value else ("--prompt", "The")
+    prompt = () if {"--prompt", "--prompt-file"} & {*value} else ("--prompt", "The")
     assert says in refuse(["generate", str(trained(MAGLEV)), *prompt, *value], capsys)
+
+
+def test_a_run_without_q_cannot_be_read_lifted(trained: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "has no prefiller Q" in refuse(["generate", str(trained(SWA)), "--read", "lifted"], capsys)
 
 
 def test_a_prompt_that_is_not_text(trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,12 @@ def test_lone_surrogates_do_not_crash(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == well_formed(text)
 
 
+@pytest.mark.parametrize("wrong", [-1, 1 << 40])
+def test_ids_outside_of_the_vocabulary_are_refused(tokenizer: Tokenizer, wrong: int) -> None:
+    with pytest.raises(RequestError, match=f"token id {wrong} is outside"):
+        tokenizer.decode([0, wrong])
+
+
 def test_surrogates_become_characters_or_the_replacement() -> None:
     assert well_formed("a\ud83d\ude00b\ud800c") == "a😀b\ufffdc"
 

@@ -52,6 +52,22 @@ def test_a_stop_string_ends_one_row_and_not_the_others(lm: LanguageModel) -> Non
         assert row.text == alone.text.split(stop)[0]
 
 
+def test_a_stop_string_that_never_comes_changes_nothing(lm: LanguageModel) -> None:
+    """Not even what only began like it is kept back at the end."""
+    plain = generate_batch(lm, PROMPTS, max_tokens=9, seeds=[5, 6, 7])
+    never = [plain[0].text[-1] + "\x00never", plain[1].text[-1] + "\x00never"]
+    found = generate_batch(lm, PROMPTS, max_tokens=9, seeds=[5, 6, 7], stop=never)
+    assert [(row.text, row.finished) for row in found] == [(row.text, "length") for row in plain]
+    assert "".join(lm.generate("a", max_tokens=9, seed=5, stop=never)) == plain[0].text
+
+
+def test_any_number_of_tokens_may_be_asked_for(lm: LanguageModel) -> None:
+    """What ends it is then a stop string or the document."""
+    found = generate_batch(lm, ["a"], max_tokens=10**30, seeds=[1], stop="e")[0]
+    assert found.finished in ("stop", "end")
+    assert "".join(lm.generate("a", max_tokens=10**30, seed=1, stop="e")) == found.text
+
+
 def test_the_state_of_a_stopped_row_is_that_of_its_last_token(lm: LanguageModel) -> None:
     plain = generate_batch(lm, PROMPTS, max_tokens=25, seeds=[5, 6, 7])
     found = generate_batch(lm, PROMPTS, max_tokens=25, seeds=[5, 6, 7], stop=plain[0].text[3:5])[0]
@@ -66,7 +82,15 @@ def test_without_tokens_to_write_only_the_prompt_is_read(lm: LanguageModel) -> N
 
 @pytest.mark.parametrize(
     ("prompts", "settings", "word"),
-    [([], {}, "prompts"), (["a"], {"seeds": [1, 2]}, "seeds"), (["a"], {"max_tokens": -1}, "max_tokens")],
+    [
+        ([], {}, "prompts"),
+        ("one text", {}, "prompts"),
+        (["a"], {"seeds": [1, 2]}, "seeds"),
+        (["a"], {"seeds": [-1]}, "seed"),
+        (["a"], {"max_tokens": -1}, "max_tokens"),
+        (["a"], {"max_tokens": 1.5}, "max_tokens"),
+        (["a"], {"stop": [""]}, "stop"),
+    ],
 )
 def test_bad_requests_are_refused(lm: LanguageModel, prompts: list[str], settings: dict, word: str) -> None:
     with pytest.raises(RequestError, match=word):

@@ -62,6 +62,17 @@ def test_writing_goes_on_from_a_prompt_or_a_state(lm: LanguageModel) -> None:
     assert greedy(lm, TEXT[10:], state=lm.read(TEXT[:10])) == text
 
 
+def test_an_empty_prompt_begins_with_bos_and_adds_nothing_to_a_state(lm: LanguageModel) -> None:
+    """Without a state there is always BOS to go on from, so nothing is a valid prompt."""
+    empty = lm.read("")
+    expected, _ = lm.decoder.step(torch.tensor([lm.tokenizer.bos_id]), lm.decoder.initial_state(1))
+    assert empty.position == 1 and torch.equal(empty.memory, expected)
+    assert greedy(lm) == greedy(lm, "") == greedy(lm, state=empty)
+    state = lm.read(TEXT)
+    again = lm.read("", state=state)
+    assert again.position == state.position and torch.equal(again.memory, state.memory)
+
+
 def test_the_seed_decides(lm: LanguageModel) -> None:
     def text(seed: int) -> str:
         return "".join(lm.generate("Once", max_tokens=40, temperature=0.8, seed=seed))

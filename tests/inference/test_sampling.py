@@ -22,6 +22,15 @@ def test_temperature_zero_takes_the_likeliest() -> None:
     assert set(drawn(Sampling(temperature=0))) == {1}
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-12])
+def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
+    assert set(drawn(Sampling(temperature=temperature), 20)) == {1}
+
+
+def test_the_widest_limits_change_nothing() -> None:
+    assert drawn(Sampling(top_k=10**30), 50) == drawn(Sampling(), 50)
+
+
 def test_draws_follow_the_probabilities() -> None:
     tokens = drawn(Sampling(), 4000)
     shares = [tokens.count(token) / len(tokens) for token in range(4)]
@@ -65,13 +74,21 @@ def test_repetition_penalty_lowers_what_came_lately_whatever_its_sign() -> None:
         ("temperature", -1),
         ("temperature", math.nan),
         ("temperature", 1e9),
+        ("temperature", math.inf),
+        ("temperature", -math.inf),
         ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_k", math.nan),
         ("top_p", 0),
         ("top_p", 1.5),
         ("top_p", math.nan),
         ("min_p", -0.1),
         ("min_p", 2),
+        ("min_p", math.nan),
         ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("repetition_penalty", 1e-320),
+        ("repetition_penalty", math.nan),
         ("repetition_penalty", math.inf),
     ],
 )

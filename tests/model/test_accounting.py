@@ -8,6 +8,7 @@ from maglev.model.accounting import (
     decoder_flops,
     describe,
     objective_flops,
+    pass_flops,
     plain_parameters,
     training_steps,
 )
@@ -167,3 +168,14 @@ def test_state_bytes_are_told_for_both_precisions() -> None:
     assert told["bfloat16"] == (2 * 20 * 512 * 1280 + 1280) * 2 + 8
     assert told["float32"] == (2 * 20 * 512 * 1280 + 1280) * 4 + 8
     assert describe(run_config("swa-ssss"))["state_bytes"] == told
+
+
+@pytest.mark.parametrize("recipe", ALL_RECIPES)
+def test_a_pass_over_a_context_costs_what_the_decoder_does_without_its_readout(recipe: str) -> None:
+    model = run_config(recipe, 2, {"model.context": 64}).model
+    whole = model.context * (decoder_flops(model) - 2 * model.vocab_size * model.width)
+    assert pass_flops(model, 0, model.context) == pytest.approx(whole)
+    parts = [(0, 1), (1, 30), (31, 33)]
+    assert sum(pass_flops(model, *part) for part in parts) == pytest.approx(whole)
+    # beyond the windows every position costs the same
+    assert pass_flops(model, 1000, 10) == pytest.approx(10 * pass_flops(model, 10**6, 1))

@@ -1,0 +1,201 @@
+"""What reading a prompt in parallel costs, beside the machine's matrix rate and beside stepping the same tokens.
+
+FLOPs are those of all passes over all positions: 2 per matrix weight and 4 x width per key in a position's windows;
+nothing for the readout, which reading does not need, for norms, nor for positions that had to be stepped.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maglev.bench.clock import graphed, machine_facts, measuring_on, peak_bytes, reset_peak, seconds
+from maglev.bench.decode import fast_work, plain_work
+from maglev.bench.limits import machine_rates
+from maglev.bench.models import full_state, random_decoder, swa_twin
+from maglev.errors import RequestError
+from maglev.inference.fast_step import FastDecoder
+from maglev.inference.reading import ReadingReport, default_chunk, read_, relative_change
+from maglev.model.accounting import pass_flops
+from maglev.model.chunk import ChunkPass
+from maglev.model.decoder import Decoder
+from maglev.model.state import DecoderState
+
+# about what a trained decoder needs from zeros in bfloat16; with random weights passes are counted, not needed
+PASSES = 6
+# passes shown beyond those that reading took, so that a curve shows where it ends
+BEYOND = 2
+LONGEST = 1 << 24
+
+Row = dict[str, Any]
+Watch = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """`passes` None reads until the memories settle, as a user does; a number fixes the passes over every chunk."""
+
+    tokens: int
+    passes: int | None
+    chunk: int | None
+    steps: int
+    repeats: int
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("tokens", self.tokens, 1),
+            ("passes", self.passes, 1),
+            ("chunk", self.chunk, 1),
+            ("steps", self.steps, 1),
+            ("repeats", self.repeats, 1),
+        ):
+            if value is not None and not least <= value <= LONGEST:
+                raise RequestError(f"{name} is {value}; it must be at least {least} and at most {LONGEST:,}")
+
+
+def read_plan(quick: bool = False, **given: int | None) -> ReadPlan:
+    """What is not given (None) is that of a full or a quick run; passes and chunk stay open."""
+    full = {"tokens": 16_384, "steps": 256, "repeats": 5}
+    small = {"tokens": 100, "steps": 4, "repeats": 2}
+    open_ended: dict[str, int | None] = {"passes": None, "chunk": None}
+    chosen = {key: value for key, value in given.items() if value is not None}
+    return ReadPlan(**(open_ended | (small if quick else full) | chosen), quick=quick)  # type: ignore[arg-type]
+
+
+def read_with_fixed_passes(
+    decoder: Decoder, tokens: Tensor, state: DecoderState, passes: int, chunk: int
+) -> tuple[ReadingReport, list[list[float]]]:
+    """The passes of `read_`, its test for settling included, but always so many; also each pass's relative change,
+    none where there is no memory to settle.
+
+    What random weights settle to says nothing, and where they do not settle `read_` would time its steps instead.
+    """
+    report, changes = ReadingReport(tokens=tokens.shape[1]), []
+    for part in tokens.split(chunk, dim=1):
+        passing = ChunkPass(decoder, part, state)
+        moved = []
+        if decoder.injection is None:
+            passing.run(None)
+        else:
+            memory = torch.zeros(*part.shape, decoder.config.width, dtype=state.memory.dtype, device=part.device)
+            for _ in range(passes):
+                before, memory = memory, passing.run(memory)
+                moved.append(relative_change(before, memory))
+        passing.commit_(state, part.shape[1])
+        report.passes.append(len(moved) or 1)
+        changes.append(moved)
+    return report, changes
+
+
+def measure_read(
+    name: str,
+    decoder: Decoder,
+    tokens: Tensor,
+    plan: ReadPlan,
+    *,
+    weights: str,
+    text: str,
+    watch: Watch = lambda stage: None,
+) -> dict[str, Any]:
+    """Reading tokens (1, T) with `decoder`, and with an SWA of the same shape and random weights beside it.
+
+    `weights` and `text` say in words what was read with what.
+    """
+    device, dtype = decoder.device, decoder.compute_dtype
+    with measuring_on(device):
+        watch("the machine's limits")
+        rates = machine_rates(device, dtype, plan.quick, plan.repeats)
+        rows = []
+        if decoder.injection is not None:
+            twin = random_decoder(swa_twin(decoder.config), device, dtype)
+            rows.append(measure_model("swa", "random", twin, tokens, plan, rates["matrix_flops"], watch))
+        rows.append(measure_model(name, weights, decoder, tokens, plan, rates["matrix_flops"], watch))
+    return {
+        "benchmark": "read",
+        "quick": plan.quick,
+        "depth": decoder.config.depth,
+        "text": text,
+        "passes_are": "fixed" if plan.passes else "until settled",
+        **machine_facts(device, dtype),
+        **rates,
+        "rows": rows,
+    }
+
+
+def measure_model(
+    name: str, weights: str, decoder: Decoder, tokens: Tensor, plan: ReadPlan, matrix_flops: float, watch: Watch
+) -> Row:
+    chunk = plan.chunk or default_chunk(decoder)
+    reports: list[ReadingReport] = []
+
+    def work() -> None:
+        state = decoder.initial_state(1)
+        if plan.passes is None:
+            reports.append(read_(decoder, tokens, state, chunk=chunk))
+        else:
+            reports.append(read_with_fixed_passes(decoder, tokens, state, plan.passes, chunk)[0])
+
+    watch(f"{name}: reading")
+    reset_peak(decoder.device)
+    taken = seconds(work, decoder.device, 1, plan.repeats, warm_ups=1)
+    peak = peak_bytes(decoder.device)
+    report = reports[-1]
+    watch(f"{name}: relative change by pass")
+    shown = plan.passes or max(report.passes) + BEYOND
+    changes = read_with_fixed_passes(decoder, tokens, decoder.initial_state(1), shown, chunk)[1]
+    watch(f"{name}: {plan.steps} steps")
+    step_s = step_seconds(decoder, plan)
+    length = tokens.shape[1]
+    flops = flops_of(decoder, length, chunk, report.passes)
+    return {
+        "model": name,
+        "weights": weights,
+        "tokens": length,
+        "chunk": chunk,
+        "passes": report.passes,
+        "passes_per_token": sum(n * size for n, size in zip(report.passes, chunks(length, chunk))) / length,
+        "stepped": report.stepped,
+        "seconds": taken,
+        "tokens_per_s": length / taken,
+        "flops": flops,
+        "flops_per_s": flops / taken,
+        "share_of_matrix_rate": flops / taken / matrix_flops,
+        "steps_timed": plan.steps,
+        "step_ms": {kind: value * 1e3 for kind, value in step_s.items()},
+        "extrapolated_stepping_s": {kind: value * length for kind, value in step_s.items()},
+        "stepping_by_reading": {kind: value * length / taken for kind, value in step_s.items()},
+        "peak_bytes": peak,
+        "largest_change_by_pass": largest_by_pass(changes),
+    }
+
+
+def chunks(length: int, chunk: int) -> list[int]:
+    return [min(chunk, length - first) for first in range(0, length, chunk)]
+
+
+def flops_of(decoder: Decoder, length: int, chunk: int, passes: list[int]) -> float:
+    firsts = range(0, length, chunk)
+    return sum(
+        number * pass_flops(decoder.config, first, size)
+        for number, first, size in zip(passes, firsts, chunks(length, chunk), strict=True)
+    )
+
+
+def largest_by_pass(changes: list[list[float]]) -> list[float]:
+    """Over the chunks: the slowest one decides how many passes it takes."""
+    return [max(each) for each in zip(*changes, strict=True)]
+
+
+def step_seconds(decoder: Decoder, plan: ReadPlan) -> dict[str, float]:
+    """Per token of a single sequence with a full ring and without readout, both ways to step."""
+    device = decoder.device
+    state = full_state(decoder, 1)
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    rounds = min(plan.repeats, 3)
+    plain = graphed(plain_work(decoder, state, token, readout=False), device)
+    found = {"plain": seconds(plain, device, plan.steps, rounds)}
+    fast = graphed(fast_work(FastDecoder(decoder), state, token, readout=False), device)
+    return found | {"fast": seconds(fast, device, plan.steps, rounds)}

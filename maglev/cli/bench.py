@@ -1,0 +1,278 @@
+"""`maglev bench ...`: speed on this machine, beside its measured limits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from maglev.cli.output import console, describe_bytes, emit, finite, progress, say
+from maglev.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from maglev.inference import LanguageModel
+    from maglev.model.decoder import Decoder
+
+Depth = Annotated[int | None, typer.Option("--depth", help="Layers, width 64 x that; 20, with --quick 2.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="auto (bfloat16 on a GPU, else float32), bfloat16 or float32.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: seconds on a CPU, and no figure to quote.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON there.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it: .svg, .png or .pdf.")]
+
+Result = dict[str, Any]
+
+
+def decode(
+    depth: Depth = None,
+    batches: Annotated[
+        str | None, typer.Option("--batches", metavar="N,N...", help="Sequences at once; 1,64,256 unless given.")
+    ] = None,
+    positions: Annotated[
+        str | None,
+        typer.Option("--positions", metavar="N,N...", help="Tokens read before; 1000,10000,100000,1000000."),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quick: Quick = False,
+    out: Out = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """What one token costs: SWA and Maglev with random weights, beside the bandwidth of a copy."""
+    check_files(out, plot)
+    from maglev.bench.decode import decode_plan, measure_decode
+    from maglev.bench.figures import plot_decode
+
+    plan = decode_plan(
+        quick,
+        depth=depth,
+        batches=whole_numbers("--batches", batches),
+        positions=whole_numbers("--positions", positions),
+    )
+    place, precision = resolve(device, dtype)
+    done = 0
+    with progress("measurements") as meter:
+
+        def watch(row: Result) -> None:
+            nonlocal done
+            done += 1
+            meter.update("decoding", done, plan.measurements, f"{row['model']}, {row['step']}, batch {row['batch']}")
+
+        result = measure_decode(plan, place, precision, watch)
+    finish(result, out, plot, plot_decode, as_json, render_decode)
+
+
+def read(
+    run_or_recipe: Annotated[
+        str, typer.Argument(metavar="[RUN_OR_RECIPE]", help="A run, read until it settles, or a recipe.")
+    ] = "maglev-shared-0.1",
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Length of the prompt; 16384 unless given, with --quick 100.")
+    ] = None,
+    passes: Annotated[
+        int | None,
+        typer.Option("--passes", help="Always so many per chunk; a recipe's random weights have 6 unless given."),
+    ] = None,
+    chunk: Annotated[int | None, typer.Option("--chunk", help="Positions per chunk; as far as a pass carries.")] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option("--prompt-file", metavar="FILE", help="What a run reads; Python's docs unless given.")
+    ] = None,
+    depth: Depth = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quick: Quick = False,
+    out: Out = None,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """What reading a prompt in parallel costs, beside the matrix rate and beside stepping the same tokens."""
+    check_files(out, plot)
+    from maglev.bench.figures import plot_read
+    from maglev.bench.read import PASSES, measure_read, read_plan
+    from maglev.cli.runs import is_recipe
+
+    random = is_recipe(run_or_recipe)
+    plan = read_plan(quick, tokens=tokens, passes=PASSES if random and passes is None else passes, chunk=chunk)
+    place, precision = resolve(device, dtype)
+    if random:
+        if prompt_file is not None:
+            raise RequestError("--prompt-file is for a run; a recipe's random weights read random tokens")
+        name, decoder, prompt = random_reader(run_or_recipe, depth, place, precision, quick, plan.tokens)
+        facts = {"weights": "random", "text": "random tokens"}
+    else:
+        if depth is not None:
+            raise RequestError(f"{run_or_recipe} is a run, its depth is fixed; leave --depth away")
+        name, lm = trained_reader(Path(run_or_recipe), place, precision)
+        decoder, prompt = lm.decoder, prompt_of(lm, prompt_file, plan.tokens)
+        facts = {"weights": "trained", "text": prompt_file or "Python's own documentation"}
+    with progress() as meter:
+        result = measure_read(name, decoder, prompt, plan, watch=lambda stage: meter.update(stage, 0), **facts)
+    finish(result, out, plot, plot_read, as_json, render_read)
+
+
+def check_files(out: Path | None, plot: Path | None) -> None:
+    """Minutes of measuring are not to end in a name that cannot be written."""
+    from maglev.bench.figures import check_plot
+
+    for option, path in (("--out", out), ("--plot", plot)):
+        if path is not None and path.is_dir():
+            raise RequestError(f"{option} is {path}, a folder; name a file")
+    if plot is not None:
+        check_plot(plot)
+
+
+def whole_numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if text is None else tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise RequestError(f"{option} is {text!r}; it must be whole numbers with commas between them") from None
+
+
+def resolve(device: str, dtype: str) -> "tuple[torch.device, torch.dtype]":
+    import torch
+
+    from maglev.train.distributed import resolve_device
+
+    place = resolve_device(device, setting="--device")
+    if dtype == "auto":
+        return place, torch.bfloat16 if place.type == "cuda" else torch.float32
+    known = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if dtype not in known:
+        raise RequestError(f"--dtype is {dtype!r}; it must be one of auto, {', '.join(known)}")
+    return place, known[dtype]
+
+
+def random_reader(
+    recipe: str, depth: int | None, device: "torch.device", dtype: "torch.dtype", quick: bool, length: int
+) -> "tuple[str, Decoder, Tensor]":
+    import torch
+
+    from maglev.bench.clock import measuring_on
+    from maglev.bench.models import QUICK, QUICK_DEPTH, random_decoder
+    from maglev.recipes import PAPER_DEPTH, run_config
+
+    standard = QUICK_DEPTH if quick else PAPER_DEPTH
+    config = run_config(recipe, standard if depth is None else depth, QUICK if quick else {}).model
+    with measuring_on(device):
+        decoder = random_decoder(config, device, dtype)
+        return recipe, decoder, torch.randint(config.vocab_size, (1, length), device=device)
+
+
+def trained_reader(run: Path, device: "torch.device", dtype: "torch.dtype") -> "tuple[str, LanguageModel]":
+    import maglev
+    from maglev.runs import read_config
+
+    return read_config(run).recipe, maglev.load(run, device=str(device), dtype=dtype, report=say)
+
+
+def prompt_of(lm: "LanguageModel", prompt_file: str | None, length: int) -> "Tensor":
+    """BOS and the first tokens of a text, (1, T); fewer than asked for where the text is shorter."""
+    import torch
+
+    from maglev.cli.generate import read_prompt
+    from maglev.data.stdlib_text import documents
+
+    texts = (text for _, text in documents()) if prompt_file is None else iter([read_prompt(None, prompt_file)])
+    tokens = [lm.tokenizer.bos_id]
+    for text in texts:
+        tokens += lm.tokenizer.encode(text)
+        if len(tokens) >= length:
+            break
+    if len(tokens) < length:
+        say(f"the text has {len(tokens):,} tokens, fewer than the {length:,} asked for; all of it is read")
+    return torch.tensor([tokens[:length]], device=lm.decoder.device)
+
+
+def finish(
+    result: Result,
+    out: Path | None,
+    plot: Path | None,
+    draw: Callable[[Result, Path], None],
+    as_json: bool,
+    render: Callable[[Result], None],
+) -> None:
+    from maglev.files import write_json
+
+    if out is not None:
+        write_json(out, finite(result))
+    if plot is not None:
+        draw(result, plot)
+    emit(result, as_json, render)
+
+
+def render_machine(result: Result) -> None:
+    size = " --quick: the sizes are too small for figures to quote." if result["quick"] else ""
+    console().print(
+        f"{result['device']}, {result['dtype']}, depth {result['depth']}: a copy moves "
+        f"{result['copy_bytes_per_s'] / 1e9:,.0f} GB/s (read + write), a matrix product reaches "
+        f"{result['matrix_flops'] / 1e12:,.2f} TFLOP/s.{size}",
+        soft_wrap=True,
+    )
+
+
+def memory_shown(count: int | None) -> str:
+    return "-" if count is None else describe_bytes(count)
+
+
+def render_decode(result: Result) -> None:
+    from rich.table import Table
+
+    render_machine(result)
+    table = Table("batch", "step", "model")
+    for title in ("ms", "tokens/s", "of the copy", "by SWA", "by position", "peak memory"):
+        table.add_column(title, justify="right")
+    for entry in result["summary"]:
+        for model in entry["ms"]:
+            table.add_row(
+                str(entry["batch"]),
+                entry["step"],
+                model,
+                f"{entry['ms'][model]:.3f}",
+                f"{entry['tokens_per_s'][model]:,.0f}",
+                f"{entry['share_of_copy'][model]:.1%}",
+                f"{entry['ms'][model] / entry['ms']['swa']:.3f}",
+                f"{entry['slowest_by_fastest_position'][model]:.3f}",
+                memory_shown(entry["peak_bytes"][model]),
+            )
+    console().print(table)
+    positions = ", ".join(f"{at:,}" for at in dict.fromkeys(row["position"] for row in result["rows"]))
+    console().print(
+        f"Random weights. Medians over positions {positions}; 'by position' is the slowest of them by the fastest. "
+        "'of the copy': every weight once and every row's state once, per second, by what a copy moves.",
+        soft_wrap=True,
+    )
+
+
+def render_read(result: Result) -> None:
+    from rich.table import Table
+
+    render_machine(result)
+    table = Table("model", "weights")
+    for title in ("tokens", "passes", "stepped", "s", "tokens/s", "of rate", "stepping", "peak"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        table.add_row(
+            row["model"],
+            row["weights"],
+            f"{row['tokens']:,}",
+            f"{row['passes_per_token']:.2f}",
+            f"{row['stepped']:,}",
+            f"{row['seconds']:.4f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['share_of_matrix_rate']:.1%}",
+            f"{row['stepping_by_reading']['fast']:.1f}x",
+            memory_shown(row["peak_bytes"]),
+        )
+    console().print(table)
+    steps = result["rows"][-1]["steps_timed"]
+    console().print(
+        f"Read: {result['text']}. 'passes': per token, {result['passes_are']}. 'of rate': their FLOPs per second, "
+        "without a readout, by what a matrix product reaches. 'stepping': how many times longer fast steps would take, "
+        f"extrapolated from {steps}.",
+        soft_wrap=True,
+    )

@@ -1,0 +1,73 @@
+"""What `bench read` counts: passes, positions and FLOPs. What the times are is not a test's business."""
+
+import pytest
+import torch
+
+from maglev.bench.models import random_decoder, swa_twin
+from maglev.bench.read import (
+    chunks,
+    flops_of,
+    largest_by_pass,
+    measure_read,
+    read_plan,
+    read_with_fixed_passes,
+)
+from maglev.errors import RequestError
+from maglev.inference.reading import read_
+from maglev.model.accounting import pass_flops
+from maglev.model.decoder import Decoder
+from maglev.recipes import run_config
+from tests.helpers import random_tokens, small
+
+
+def contracting() -> Decoder:
+    return small("maglev-shared-0.1", scale=0.3, dtype=torch.float32).decoder
+
+
+def test_until_settled_is_what_a_user_gets_and_fixed_passes_are_counted() -> None:
+    decoder, tokens = contracting(), random_tokens(1, 50)
+    report = read_(decoder, tokens, decoder.initial_state(1))
+    for passes in (None, 3):
+        plan = read_plan(True, passes=passes, steps=2, repeats=1)
+        result = measure_read("maglev", decoder, tokens, plan, weights="random", text="random tokens")
+        swa, maglev = result["rows"]
+        assert swa["passes"] == [1, 1, 1] and swa["largest_change_by_pass"] == []
+        assert maglev["passes"] == (report.passes if passes is None else [3, 3, 3])
+        assert maglev["stepped"] == 0 and maglev["chunk"] == 3 * 7 + 1
+        assert maglev["flops"] == flops_of(decoder, 50, 22, maglev["passes"])
+        assert maglev["seconds"] > 0 and maglev["share_of_matrix_rate"] > 0
+        assert set(maglev["stepping_by_reading"]) == {"plain", "fast"}
+        assert len(maglev["largest_change_by_pass"]) == (passes or max(report.passes) + 2)
+        assert result["passes_are"] == ("fixed" if passes else "until settled")
+
+
+@torch.inference_mode()
+def test_enough_fixed_passes_read_what_reading_reads() -> None:
+    decoder, tokens = contracting(), random_tokens(1, 50)
+    expected, state = decoder.initial_state(1), decoder.initial_state(1)
+    read_(decoder, tokens, expected)
+    report, changes = read_with_fixed_passes(decoder, tokens, state, 20, 22)
+    torch.testing.assert_close(state.memory, expected.memory, rtol=0, atol=1e-4)
+    assert torch.equal(state.position, expected.position) and report.passes == [20, 20, 20]
+    assert changes[0][0] == 1.0 and changes[0][-1] < 1e-6
+
+
+def test_flops_are_those_of_every_pass_over_its_chunk() -> None:
+    decoder = contracting()
+    assert chunks(50, 22) == [22, 22, 6]
+    parts = [2 * pass_flops(decoder.config, 0, 22), 3 * pass_flops(decoder.config, 22, 22)]
+    assert flops_of(decoder, 50, 22, [2, 3, 1]) == sum(parts) + pass_flops(decoder.config, 44, 6)
+    assert largest_by_pass([[1.0, 0.5], [1.0, 0.7]]) == [1.0, 0.7]
+
+
+def test_the_twin_has_the_shape_and_neither_memory_nor_long_layers() -> None:
+    config = run_config("lrt-slsl", 2, {"model.context": 64}).model
+    twin = random_decoder(swa_twin(config), torch.device("cpu"), torch.bfloat16)
+    assert twin.injection is None and twin.config.windows == (16, 16) and twin.config.width == config.width
+    assert twin.compute_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("given", [{"tokens": 0}, {"passes": -1}, {"chunk": 0}, {"tokens": 1 << 40}])
+def test_sizes_out_of_range_are_refused_by_name(given: dict) -> None:
+    with pytest.raises(RequestError, match=next(iter(given))):
+        read_plan(**given)

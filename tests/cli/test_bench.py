@@ -1,0 +1,78 @@
+"""`maglev bench` as a user meets it: a table or one JSON document, files that are whole, wrong requests in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from maglev.__main__ import main
+from tests.small_runs import Train, one_line
+
+
+def test_decode_prints_a_table_and_writes_what_it_is_asked_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plot = tmp_path / "new" / "decode.json", tmp_path / "decode.svg"
+    arguments = ["--quick", "--device", "cpu", "--batches", "2", "--positions", "5,50"]
+    assert main(["bench", "decode", *arguments, "--out", str(out), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert "maglev" in printed and "Random weights" in printed and "5, 50" in printed
+    result = json.loads(out.read_text())
+    assert {(row["batch"], row["position"]) for row in result["rows"]} == {(2, 5), (2, 50)}
+    assert plot.read_text().startswith("<?xml") and sorted(path.name for path in tmp_path.iterdir()) == [
+        "decode.svg",
+        "new",
+    ]
+
+
+def test_a_recipe_reads_with_fixed_passes_and_says_that_its_weights_are_random(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "read.png"
+    arguments = ["bench", "read", "--quick", "--device", "cpu", "--tokens", "40", "--json", "--plot", str(plot)]
+    assert main(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [(row["model"], row["weights"]) for row in result["rows"]] == [
+        ("swa", "random"),
+        ("maglev-shared-0.1", "random"),
+    ]
+    assert result["passes_are"] == "fixed" and set(result["rows"][1]["passes"]) == {6}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_reads_text_until_it_settles(trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(trained("maglev-shared-0.1"))
+    capsys.readouterr()
+    (tmp_path / "a.txt").write_text("Some text of its own, which is short.")
+    assert main(["bench", "read", run, "--quick", "--json", "--prompt-file", str(tmp_path / "a.txt")]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert "fewer than the 100 asked for" in err and 10 < result["rows"][1]["tokens"] < 40
+    assert result["passes_are"] == "until settled" and result["rows"][1]["weights"] == "trained"
+    assert main(["bench", "read", run, "--quick", "--tokens", "30"]) == 0
+    assert "Python's own documentation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["decode", "--batches", "1,x"], "--batches is '1,x'"),
+        (["decode", "--batches", "0"], "batches has 0"),
+        (["decode", "--positions", "-5"], "positions has -5"),
+        (["decode", "--depth", "0"], "depth is 0"),
+        (["decode", "--dtype", "int3"], "--dtype is 'int3'"),
+        (["decode", "--device", "abacus"], "--device is 'abacus'"),
+        (["decode", "--plot", "a.gif"], "--plot is a.gif"),
+        (["decode", "--out", "."], "--out is ., a folder"),
+        (["read", "swa-sss"], "did you mean 'swa-ssss'"),
+        (["read", "no/run"], "is not a run folder"),
+        (["read", "--passes", "0"], "passes is 0"),
+        (["read", "--tokens", "0"], "tokens is 0"),
+        (["read", "--prompt-file", "a.txt"], "--prompt-file is for a run"),
+        (["read", "no/run", "--depth", "3"], "leave --depth away"),
+        (["raed"], "did you mean 'maglev bench read'"),
+    ],
+)
+def test_wrong_requests_end_in_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert says in one_line(capsys)
