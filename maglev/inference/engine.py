@@ -15,6 +15,7 @@ from maglev.checkpoint import newest
 from maglev.config import canonical_json
 from maglev.data.tokenizer import Tokenizer
 from maglev.errors import RequestError
+from maglev.inference.checks import check_max_tokens, check_tokens
 from maglev.inference.reading import ReadingReport, read_
 from maglev.inference.sampling import Sampling, next_token
 from maglev.inference.state import State, load_state
@@ -64,14 +65,17 @@ class LanguageModel:
 
     def read_tokens(self, tokens: list[int], state: State, method: Method) -> None:
         """Rewrite `state` in place."""
+        batch = torch.tensor([tokens], dtype=torch.int64)
+        check_tokens(batch, self.decoder.config.vocab_size)
         if method == "step" or len(tokens) <= 1:
             self.step_through(tokens, state)
             state.reading = ReadingReport(stepped=len(tokens), tokens=len(tokens))
             return
-        batch = torch.tensor([tokens], dtype=torch.int64, device=self.decoder.device)
-        state.reading = read_(self.decoder, batch, state.inner)
+        state.reading = read_(self.decoder, batch.to(self.decoder.device), state.inner)
 
     def own(self, state: State) -> State:
+        if not isinstance(state, State):
+            raise RequestError(f"state is a {type(state).__name__}; give what read() or load_state() returned")
         if state.fingerprint != self.fingerprint:
             raise RequestError("this state belongs to another model; read the text with this one")
         return state
@@ -106,8 +110,7 @@ class LanguageModel:
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         stream = TextStream(stop)
-        if max_tokens < 0:
-            raise RequestError(f"max_tokens is {max_tokens}; it must not be negative")
+        check_max_tokens(max_tokens)
         generator = seeded(seed)
         state = self.read(prompt, state)
         recent = deque(self.tokenizer.encode(prompt), maxlen=RECENT_TOKENS)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from maglev.errors import RequestError
+from maglev.inference.checks import check_tokens
 from maglev.model.chunk import ChunkPass
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
@@ -45,8 +47,15 @@ def read_(
     budget: int = PASS_BUDGET,
 ) -> ReadingReport:
     """Read tokens (B, T) into `state`, which is rewritten in place. Memory is bounded by the chunk."""
+    check_tokens(tokens, decoder.config.vocab_size)
+    if tokens.shape[0] != state.batch_size:
+        raise RequestError(f"tokens have {tokens.shape[0]} rows and the state {state.batch_size}; give as many")
+    if budget < 1 or (chunk is not None and chunk < 1):
+        raise RequestError(f"budget is {budget} and chunk {chunk}; both must be at least 1")
     tolerance = TOLERANCE[decoder.compute_dtype] if tolerance is None else tolerance
     report = ReadingReport(tokens=tokens.shape[1])
+    if not tokens.shape[1]:
+        return report
     for part in tokens.split(chunk or default_chunk(decoder), dim=1):
         read_chunk_(decoder, part, state, tolerance, budget, report)
     return report
