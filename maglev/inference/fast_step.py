@@ -72,6 +72,10 @@ class FastDecoder:
             self.memory_weight = weight(*(projection.weight for projection in projections))
         self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.dtype
+
     def initial_state(self, batch_size: int) -> DecoderState:
         return DecoderState.zeros(self.config, batch_size, self.dtype, self.device)
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from maglev.inference.fast_step import BUCKETS, FastDecoder, GraphStepper
+from maglev.inference.reading import read_
 from maglev.model.decoder import Decoder
+from maglev.model.state import DecoderState, RingCache
 from maglev.ops import fused_decode, fused_product, fused_ring
 from tests.helpers import random_tokens, small
-from tests.inference.test_fast_step import RECIPES, follow, ragged_state, tiny
+from tests.inference.test_fast_step import RECIPES, assert_same, follow, ragged_state, tiny
 from tests.kernel_cases import DEVICE, INTERPRETED, round_like_the_gpu
 
 if INTERPRETED:
@@ -45,6 +47,21 @@ def test_equals_the_decoder_where_the_window_is_split(monkeypatch: pytest.Monkey
 def test_equals_the_decoder_where_the_products_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_decode, "LARGEST_FUSED_BATCH", 1)
     follow(tiny("maglev-shared-0.1", DEVICE), "triton", batch=2, steps=8, bound=1e-4)
+
+
+def test_reading_equals_the_decoder_s_own() -> None:
+    """Two sequences that have read 3 and 14 tokens before, by chunks and every fourth position at a time."""
+    decoder = tiny("maglev-shared-0.1", DEVICE, kv_heads=1)
+    state = decoder_rows(ragged_state(decoder), slice(1, 3))
+    expected, tokens = state.clone(), random_tokens(2, 21, seed=5).to(DEVICE)
+    read_(FastDecoder(decoder, "triton"), tokens, state, chunk=11, passes=3)
+    read_(decoder, tokens, expected, chunk=11, passes=3)
+    assert_same(state, expected, 1e-4)
+
+
+def decoder_rows(state: DecoderState, rows: slice) -> DecoderState:
+    caches = [RingCache(cache.key[rows].clone(), cache.value[rows].clone()) for cache in state.caches]
+    return DecoderState(caches, state.memory[rows].clone(), state.position[rows].clone())
 
 
 class GraphCases:
