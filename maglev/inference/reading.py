@@ -23,7 +23,9 @@ from maglev.model.state import DecoderState
 
 # relative change of the memories under which a chunk counts as settled
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-LARGEST_CHUNK = 4096
+LARGEST_CHUNK = 8192
+# shorter chunks, which a user may ask for, are not worth recording
+SMALLEST_RECORDED = 256
 PASS_BUDGET = 24
 STRIDE = 4
 
@@ -69,23 +71,23 @@ def read_(
     report = ReadingReport(tokens=tokens.shape[1])
     if not tokens.shape[1]:
         return report
-    for part in tokens.split(chunk or default_chunk(decoder.config), dim=1):
+    size = chunk or default_chunk(decoder.config)
+    for part in tokens.split(size, dim=1):
+        passing = chunk_of(decoder, part, state, size)
         if decoder.config.memory == "none":
-            read_without_memory_(decoder, part, state, report)
+            read_without_memory_(passing, state, report)
         else:
-            read_chunk_(decoder, part, state, tolerance, budget, passes, stride, report)
+            read_chunk_(decoder, passing, state, tolerance, budget, passes, stride, report)
     return report
 
 
-def chunk_of(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState) -> Chunk:
-    kind = FastChunk if isinstance(decoder, FastDecoder) else ChunkPass
-    return kind(decoder, tokens, state)  # type: ignore[arg-type]
+def chunk_of(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState, size: int) -> Chunk:
+    if isinstance(decoder, FastDecoder):
+        return FastChunk(decoder, tokens, state, repeated=tokens.shape[1] == size >= SMALLEST_RECORDED)
+    return ChunkPass(decoder, tokens, state)
 
 
-def read_without_memory_(
-    decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState, report: ReadingReport
-) -> None:
-    chunk = chunk_of(decoder, tokens, state)
+def read_without_memory_(chunk: Chunk, state: DecoderState, report: ReadingReport) -> None:
     chunk.run(None)
     chunk.commit_(state, chunk.length)
     report.passes.append(1)
@@ -94,7 +96,7 @@ def read_without_memory_(
 
 def read_chunk_(
     decoder: Decoder | FastDecoder,
-    tokens: Tensor,
+    chunk: Chunk,
     state: DecoderState,
     tolerance: float,
     budget: int,
@@ -102,8 +104,7 @@ def read_chunk_(
     stride: int,
     report: ReadingReport,
 ) -> None:
-    chunk = chunk_of(decoder, tokens, state)
-    memory = torch.zeros(*tokens.shape, decoder.config.width, dtype=state.memory.dtype, device=tokens.device)
+    memory = state.memory.new_zeros(*chunk.tokens.shape, state.memory.shape[-1])
     changes: list[float] = []
     settled = 0
     for number in range(1, (passes or min(budget, chunk.length)) + 1):
@@ -119,7 +120,7 @@ def read_chunk_(
     report.changes.append(changes)
     chunk.commit_(state, settled)
     for slot in range(settled, chunk.length):
-        decoder.step_(tokens[:, slot], state)
+        decoder.step_(chunk.tokens[:, slot], state)
     report.stepped += chunk.length - settled
 
 

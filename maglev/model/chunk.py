@@ -13,21 +13,19 @@ from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attenti
 class Span:
     """Mixed K/V of one layer, in order: the W - 1 positions before the chunk, then the chunk's own."""
 
-    def __init__(self, cache: RingCache, position: Tensor, length: int) -> None:
-        window = cache.key.shape[1]
-        self.window, self.history = window, window - 1
-        # positions p - history .. p - 1, wherever the ring keeps them; what lies before 0 is never looked at
-        slots = (position[:, None] - self.history + torch.arange(self.history, device=position.device)) % window
-        row = torch.arange(position.shape[0], device=position.device)[:, None]
-
-        def ordered(ring: Tensor) -> Tensor:
-            span = ring.new_empty(ring.shape[0], self.history + length, *ring.shape[2:])
-            span[:, : self.history] = ring[row, slots]
-            return span
-
-        self.key, self.value = ordered(cache.key), ordered(cache.value)  # (B, W - 1 + C, G, Dh)
+    def __init__(self, ring: RingCache, length: int) -> None:
+        batch, self.window, kv_heads, head_dim = ring.key.shape
+        self.history = self.window - 1
+        self.key, self.value = (ring.key.new_empty(batch, self.history + length, kv_heads, head_dim) for _ in range(2))
         # rows that have read less than the window have empty slots at the front
-        self.empty = (self.history - position).clamp_min(0)  # (B,)
+        self.empty = torch.zeros(batch, dtype=torch.int64, device=ring.key.device)
+
+    def fill_(self, ring: RingCache, position: Tensor) -> None:
+        """Take the W - 1 positions before `position` (B,) from the ring; what lies before 0 is never looked at."""
+        slots = (position[:, None] - self.history + torch.arange(self.history, device=position.device)) % self.window
+        row = torch.arange(position.shape[0], device=position.device)[:, None]
+        self.key[:, : self.history], self.value[:, : self.history] = ring.key[row, slots], ring.value[row, slots]
+        self.empty.copy_((self.history - position).clamp_min(0))
 
     def queries(self, subset: range) -> range:
         """Where positions of the chunk are among the keys."""
@@ -37,12 +35,15 @@ class Span:
 class Chunk(ABC):
     """Tokens (B, C) that come after `state`; the state changes only on `commit_`."""
 
-    def __init__(self, tokens: Tensor, state: DecoderState) -> None:
+    def __init__(self, tokens: Tensor, state: DecoderState, spans: list[Span] | None = None) -> None:
+        """`spans` of the right size are written over, else there are new ones."""
         self.tokens = tokens
         self.length = tokens.shape[1]
         self.first_memory = state.memory[:, None]  # (B, 1, D)
         self.positions = state.position[:, None] + torch.arange(self.length, device=tokens.device)  # (B, C)
-        self.spans = [Span(cache, state.position, self.length) for cache in state.caches]
+        self.spans = [Span(ring, self.length) for ring in state.caches] if spans is None else spans
+        for span, ring in zip(self.spans, state.caches, strict=True):
+            span.fill_(ring, state.position)
         self.memory = self.first_memory
 
     @abstractmethod

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from maglev.inference import reading
 from maglev.inference.fast_step import BUCKETS, FastDecoder, GraphStepper
 from maglev.inference.reading import read_
 from maglev.model.decoder import Decoder
@@ -23,7 +24,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setattr(fused_product, "VECTOR_ROWS", 64)
     monkeypatch.setattr(fused_ring, "PROGRAMS", 1)
-    monkeypatch.setattr(fused_ring, "LEAST_SPLITS", 1)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,20 @@ class GraphCases:
         stepper.step(token.repeat(4))
         stepper.begin(fast.initial_state(1))
         assert torch.equal(stepper.step(token), before)
+
+    def test_recorded_passes_equal_the_decoder_s_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two prompts, several chunks each, so that recordings meet other tokens and another past."""
+        monkeypatch.setattr(reading, "SMALLEST_RECORDED", 1)
+        for recipe in ("maglev-shared-0.1", "swa-ssss"):
+            decoder = tiny(recipe, DEVICE)
+            fast = FastDecoder(decoder)
+            for seed, rows in ((1, 1), (2, 1), (3, 2)):
+                tokens = random_tokens(rows, 40, seed=seed).to(DEVICE)
+                state, expected = fast.initial_state(rows), decoder.initial_state(rows)
+                read_(fast, tokens, state, chunk=11, passes=4)
+                assert fast.recorded_passes is not None
+                read_(decoder, tokens, expected, chunk=11, passes=4)
+                assert_same(state, expected, 1e-4)
 
     def test_greedy_goes_on_by_itself(self) -> None:
         fast = FastDecoder(tiny("maglev-shared-0.1", DEVICE))

@@ -31,7 +31,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     fused_product.batch_tile.cache_clear()
     monkeypatch.setattr(fused_product, "PROGRAMS", 8)
     monkeypatch.setattr(fused_ring, "PROGRAMS", 1)
-    monkeypatch.setattr(fused_ring, "LEAST_SPLITS", 1)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
