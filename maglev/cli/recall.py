@@ -40,7 +40,7 @@ def recall(
     ] = None,
     query_share: Annotated[
         float | None,
-        typer.Option("--query-share", help="Share of places with a question. [default: 0.5, or the run's]"),
+        typer.Option("--query-share", help="Share of places with a question. [default: 0.75, or the run's]"),
     ] = None,
     spread: Annotated[
         str | None, typer.Option("--spread", help="Questions by distance: even or log. [default: even, or the run's]")

@@ -37,7 +37,7 @@ class RecallConfig:
     keys: int = 32
     values: int = 32
     fillers: int = 7
-    query_share: float = 0.5
+    query_share: float = 0.75
     spread: Spread = "even"
 
     def __post_init__(self) -> None:
@@ -110,10 +110,10 @@ class RecallRows:
         assert split in SPLITS, split
         self.config, self.context = config, context
         copying = config.variant == "copy"
-        # places for questions, one after another: a marker and a key, or a marker and room for the span
-        self.width = config.pairs if copying else 2
         self.body = config.pairs if copying else 2 * config.pairs
-        # rows shift their places against each other, so that every distance is asked
+        # places for questions, one after another: a marker and a key, or a marker and room for the span. Each begins at
+        # the first or the second of its positions and rows shift theirs, so that all distances are asked alike
+        self.width = 1 + (config.pairs if copying else 2)
         self.places = (context - self.body - self.width + 1) // self.width
         self.rewrites = config.pairs if config.variant == "overwrite" else 0
         if self.places < self.rewrites + 1:
@@ -126,9 +126,10 @@ class RecallRows:
         # the same number in every row: parts of a batch then weigh the same
         self.questions = max(1, round(config.query_share * free))
         self.sizes = {
-            "shift": 1,
+            "row_shift": 1,
             "filler": context,
             "place": self.places,
+            "shift": self.rewrites + self.questions,
             "asked": self.questions,
             "key": config.keys,
             "value": config.pairs,
@@ -150,7 +151,7 @@ class RecallRows:
         distance = np.zeros_like(tokens)
         places = self._places(drawn["place"])
         # (R, places taken): where each place begins
-        begins = self.body + (drawn["shift"] % self.width) + places * self.width
+        begins = self.body + drawn["row_shift"] % self.width + (drawn["shift"] & 1) + places * self.width
         batch = RecallBatch(tokens, targets, distance)
         if self.config.variant == "copy":
             self._fill_copy(batch, drawn, begins)

@@ -4,15 +4,18 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maglev import files
 from maglev.config import RunConfig
 from maglev.data.recall import RecallConfig
 from maglev.errors import RequestError
 from maglev.evaluate.figures import LINE, LINE_STYLES, SIZE, colours
-from maglev.evaluate.recall import RecallResult
 from maglev.model.accounting import objective_flops
+
+if TYPE_CHECKING:
+    # which brings torch; what reads and draws rows does without
+    from maglev.evaluate.recall import RecallResult
 
 Row = dict[str, Any]
 # what was found; all else says what was measured
@@ -23,7 +26,7 @@ def result_rows(
     config: RunConfig,
     task: RecallConfig,
     context: int,
-    results: Sequence[RecallResult],
+    results: "Sequence[RecallResult]",
     *,
     steps: int,
     seconds: float,
