@@ -16,6 +16,7 @@ Stepping through 1024 positions costs the same for 1 row as for 64, so `--rows` 
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,7 @@ class Experiment:
         self.command = command + [word for setting in (*arguments.settings, *own) for word in ("--set", setting)]
         self.process: subprocess.Popen[bytes] | None = None
         self.began = self.ended = 0.0
+        self.stopped = False
 
     def start(self) -> None:
         self.began = time.monotonic()
@@ -63,6 +65,16 @@ class Experiment:
         self.ended = time.monotonic()
         return True
 
+    def stop(self) -> None:
+        """A run that is told to stop saves what it has."""
+        if self.process is not None and not self.stopped:
+            self.process.terminate()
+        self.stopped = True
+
+    def never_begun(self) -> dict[str, Any]:
+        report = {"experiment": self.words, "seed": self.seed, "status": -1, "seconds": 0.0}
+        return report | {"error": "there was no time left for it", "rows": []}
+
     def result(self) -> dict[str, Any]:
         assert self.process is not None
         status = self.process.returncode
@@ -70,17 +82,24 @@ class Experiment:
         report["seconds"] = round(self.ended - self.began, 1)
         if status:
             lines = Path(f"{self.run}.log").read_text(errors="replace").splitlines()
-            return report | {"error": lines[-1] if lines else "", "rows": []}
+            error = "stopped at the limit" if self.stopped else lines[-1] if lines else ""
+            return report | {"error": error, "rows": []}
         return report | json.loads(Path(f"{self.run}.json").read_bytes())
 
 
-def work_through(experiments: list[Experiment], jobs: int, stagger: float, out: Path | None) -> list[dict[str, Any]]:
-    """At most `jobs` at a time, in their order; the file grows with each that ends."""
+def work_through(
+    experiments: list[Experiment], jobs: int, stagger: float, limit: float, out: Path | None
+) -> list[dict[str, Any]]:
+    """At most `jobs` at a time, in their order; the file grows with each that ends. After `limit` seconds all stop."""
     waiting, running = list(experiments), []
-    last = -stagger
+    began, last = time.monotonic(), -stagger
     results: dict[int, dict[str, Any]] = {}
     try:
         while waiting or running:
+            if limit and time.monotonic() - began > limit:
+                waiting.clear()
+                for experiment in running:
+                    experiment.stop()
             if waiting and len(running) < jobs and time.monotonic() - last >= stagger:
                 running.append(waiting.pop(0))
                 running[-1].start()
@@ -97,9 +116,8 @@ def work_through(experiments: list[Experiment], jobs: int, stagger: float, out: 
             time.sleep(0.2)
     finally:
         for experiment in running:
-            if experiment.process is not None:
-                experiment.process.terminate()
-    return [results[id(experiment)] for experiment in experiments]
+            experiment.stop()
+    return [results.get(id(each)) or each.never_begun() for each in experiments]
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
@@ -125,6 +143,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--stagger", type=float, default=0.0, help="seconds between two starts")
+    parser.add_argument("--limit", type=float, default=0.0, help="seconds after which what is left is stopped")
     for name in ("steps", "depth", "window", "context", "pairs", "rows"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--variant")
@@ -136,13 +155,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a JSON file to add the rows to")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where runs and logs stay; else they are removed")
     arguments = parser.parse_args()
+    # told to stop, leave as by an error: no process stays behind
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         work = arguments.keep or Path(name)
         work.mkdir(parents=True, exist_ok=True)
         wanted = [(words, seed) for seed in arguments.seeds for words in arguments.experiments]
         experiments = [Experiment(*each, arguments, number, work) for number, each in enumerate(wanted)]
-        results = work_through(experiments, max(1, arguments.jobs), arguments.stagger, arguments.out)
+        results = work_through(experiments, max(1, arguments.jobs), arguments.stagger, arguments.limit, arguments.out)
         if arguments.keep:
             files.write_json(work / "results.json", results)
     print_table(results)

@@ -14,7 +14,8 @@ from maglev.data.recall import RecallRows
 from maglev.evaluate.memories import Source, memories, sources_of
 from maglev.objectives.losses import Objective
 
-ROWS_PER_PASS = 64
+# stepping costs the same for few rows as for many and keeps little of each; a pass at once keeps all positions
+STEPPED_ROWS, PARALLEL_ROWS = 256, 64
 
 
 def plain_reach(config: ModelConfig) -> int:
@@ -111,11 +112,13 @@ def recall(
     *,
     passes: int,
     count: int,
-    rows_per_pass: int = ROWS_PER_PASS,
+    rows_per_pass: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> RecallResult:
     """Over the first `count` rows."""
     device = objective.decoder.device
+    stepped = source == "recurrent" and objective.decoder.injection is not None
+    rows_per_pass = rows_per_pass or (STEPPED_ROWS if stepped else PARALLEL_ROWS)
     counts = np.zeros((2, rows.context), dtype=np.int64)
     for first in range(0, count, rows_per_pass):
         last = min(first + rows_per_pass, count)
