@@ -3,7 +3,8 @@
     PYTHONPATH=. python3 benchmarks/recall.py swa-ssss "maglev-shared-0.1 objective.consistency_weight=0.5" \\
         --seeds 0 1 2 --jobs 4 --steps 2000 --out recall.json
 
-An experiment is a recipe with settings of its own; `--settings` holds for all of them. Each is a process that runs
+An experiment is a recipe with settings and options of its own, as in "lrt-ssss objective.passes=3 --pairs=8
+--rates=0.5"; `--settings` and the options below hold for all of them. Each is a process that runs
 `maglev eval recall`, so what is measured is what a user gets. One that fails is named in the table and does not stop
 the others; `--keep DIR` keeps runs and logs. A table comes last, then one line of JSON.
 
@@ -44,7 +45,10 @@ class Experiment:
             value = getattr(arguments, name)
             command += [] if value is None else ["--" + name.replace("_", "-"), str(value)]
         command += ["--keys", str(arguments.keys), "--values", str(arguments.values), "--device", arguments.device]
-        self.command = command + [word for setting in (*arguments.settings, *own) for word in ("--set", setting)]
+        settings = [*arguments.settings, *(word for word in own if not word.startswith("-"))]
+        self.command = [*command, *(word for setting in settings for word in ("--set", setting))]
+        # the last of two options counts
+        self.command += [word for word in own if word.startswith("-")]
         self.process: subprocess.Popen[bytes] | None = None
         self.began = self.ended = 0.0
         self.stopped = False

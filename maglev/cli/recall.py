@@ -50,6 +50,7 @@ def recall(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of a recipe.")
     ] = None,
+    rates: Annotated[float | None, typer.Option("--rates", help="All learning rates times this. [default: 1]")] = None,
     rows: Annotated[int, typer.Option("--rows", help="Rows to measure on.")] = 256,
     passes: Annotated[int | None, typer.Option("--passes", help="Of refined memories. [default: 3]")] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
@@ -82,12 +83,12 @@ def recall(
     if is_recipe:
         task = RecallConfig(**task_changes)
         numbers = {"depth": depth, "steps": steps, "seed": seed, "window": window, "context": context}
-        run = train_on(run_or_recipe, task, numbers, settings or [], device, out)
+        run = train_on(run_or_recipe, task, numbers, rates, settings or [], device, out)
         if read_place(os.environ)[0]:
             return
     else:
         training: dict[str, Any] = {"steps": steps, "seed": seed, "depth": depth, "window": window, "keys": keys}
-        training |= {"values": values, "set": settings or None, "out": out}
+        training |= {"values": values, "rates": rates, "set": settings or None, "out": out}
         for name, given in training.items():
             if given is not None:
                 raise RequestError(f"{run_or_recipe} is a run and only measured; leave --{name} away")
@@ -102,7 +103,7 @@ def recall(
 
 def default_settings(context: int, window: int, steps: int, seed: int, tokens_per_step: int = 0) -> dict[str, Any]:
     """Of the task. Rates of a recipe are given for 524,288 tokens per step and shrink with the root of it; here they
-    are meant as they stand."""
+    are meant as they stand, and smaller: with those of text the lifted memories stay at one in `pairs`."""
     from maglev.train.param_groups import REFERENCE_TOKENS_PER_STEP
 
     tokens = tokens_per_step or ROWS_PER_STEP * context
@@ -117,12 +118,12 @@ def default_settings(context: int, window: int, steps: int, seed: int, tokens_pe
         "train.validate_every": 0,
         "train.log_every": max(1, steps // 200),
         "train.tensorboard": "false",
-        "optimizer.matrix_lr": 0.02 * whole,
-        "optimizer.embedding_lr": 0.3 * whole,
-        "optimizer.readout_lr": 0.004 * whole,
-        "optimizer.gate_lr": 0.004 * whole,
-        "optimizer.residual_scale_lr": 0.005 * whole,
-        "optimizer.input_scale_lr": 0.02 * whole,
+        "optimizer.matrix_lr": 0.006 * whole,
+        "optimizer.embedding_lr": 0.1 * whole,
+        "optimizer.readout_lr": 0.0012 * whole,
+        "optimizer.gate_lr": 0.0012 * whole,
+        "optimizer.residual_scale_lr": 0.0015 * whole,
+        "optimizer.input_scale_lr": 0.006 * whole,
         "optimizer.weight_decay": 0.01,
         "optimizer.warmup_steps": 20,
     }
@@ -132,6 +133,7 @@ def train_on(
     recipe: str,
     task: "RecallConfig",
     numbers: dict[str, int | None],
+    rates: float | None,
     assignments: list[str],
     device: str,
     out: Path | None,
@@ -147,6 +149,8 @@ def train_on(
     for name in ("context", "steps", "depth"):
         if chosen[name] < 1:
             raise RequestError(f"--{name} is {chosen[name]}; it must be at least 1")
+    if rates is not None and not 0 < rates < float("inf"):
+        raise RequestError(f"--rates is {rates}; it must be above 0")
     given: dict[str, Any] = dict(parse_assignments(assignments))
     for name, key in (("context", "model.context"), ("window", "model.window"), ("depth", "model.depth")):
         if key in given:
@@ -156,7 +160,8 @@ def train_on(
     if tokens < 0:
         raise RequestError(f"{key} is {tokens}; it must be at least 1")
     depth = chosen.pop("depth")
-    settings = default_settings(**chosen, tokens_per_step=tokens) | {"train.device": device} | given
+    settings = default_settings(**chosen, tokens_per_step=tokens) | {"train.device": device}
+    settings |= {key: value * (rates or 1) for key, value in settings.items() if key.endswith("_lr")} | given
     run = out or Path("runs") / f"recall-{recipe}-{task.variant}-{task.pairs}-seed{chosen['seed']}"
     rank = read_place(os.environ)[0]
     try:

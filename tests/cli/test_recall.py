@@ -69,6 +69,7 @@ def test_a_recipe_is_trained_and_measured_a_run_only_measured(
         ([RECIPE, "--set", "model.window=8"], "--set model.window is --window here; use that"),
         ([RECIPE, "--set", "optimizer.matrx_lr=1"], "did you mean 'optimizer.matrix_lr'?"),
         ([RECIPE, "--set", "train.tokens_per_step=-1"], "train.tokens_per_step is -1"),
+        ([RECIPE, "--rates", "0"], "--rates is 0.0; it must be above 0"),
         ([RECIPE, "--device", "tpu"], "it must be auto, cpu, cuda or cuda:N"),
         (["runs/nowhere"], "runs/nowhere is not a run folder"),
         (["."], ". is not a run folder"),
@@ -99,16 +100,26 @@ def test_a_run_on_text_and_a_foreign_results_file_are_refused(
 
 def test_the_benchmark_trains_several_at_a_time_and_ends_with_json(tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "recall.py"
-    command = [sys.executable, str(script), "swa-sss", "lrt-ssss objective.passes=3", "--seeds", "1", "--jobs", "2"]
+    command = [
+        sys.executable,
+        str(script),
+        "swa-sss",
+        "lrt-ssss objective.passes=3 --pairs=3",
+        "--seeds",
+        "1",
+        "--jobs",
+        "2",
+    ]
     command += [*TINY[:-2], "--settings", "train.tokens_per_step=128", "--out", str(tmp_path / "r.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout.strip().splitlines()[-1])
     assert [(run["experiment"], run["seed"], run["status"]) for run in result["runs"]] == [
         ("swa-sss", 1, 2),
-        ("lrt-ssss objective.passes=3", 1, 0),
+        ("lrt-ssss objective.passes=3 --pairs=3", 1, 0),
     ]
     assert "did you mean 'swa-ssss'?" in result["runs"][0]["error"]
+    assert {row["pairs"] for row in result["rows"]} == {3}
     (settings,) = {json.dumps(row["settings"]) for row in result["rows"]}
     assert json.loads(settings) == {"train.tokens_per_step": 128, "objective.passes": 3}
     assert json.loads((tmp_path / "r.json").read_text())["rows"] == result["rows"]
