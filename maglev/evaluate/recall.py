@@ -14,7 +14,7 @@ from maglev.data.recall import RecallRows
 from maglev.evaluate.memories import Source, memories, sources_of
 from maglev.objectives.losses import Objective
 
-# stepping costs the same for few rows as for many and keeps little of each; a pass at once keeps all positions
+# a step is bound by launches, not by rows, and keeps little of each; a pass at once keeps all positions
 STEPPED_ROWS, PARALLEL_ROWS = 256, 64
 
 
