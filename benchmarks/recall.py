@@ -9,7 +9,7 @@ An experiment is a recipe with settings and options of its own, as in "lrt-ssss 
 the others; `--keep DIR` keeps runs and logs. A table comes last, then one line of JSON.
 
 What costs, at the default size. Measured on one CPU core that others used too: 64 rows are made in 3 to 5 ms, serially
-before every step; a step of the decoder takes 3 ms for 1 row, 14 for 64, 52 for 256, so that its launches alone are some
+before every step; a step of the decoder takes 3 ms for 1 row, 14 for 64, 52 for 256, so its launches alone are some
 3 ms; forward and backward go at 2,100 (SWA), 900 (Maglev) and 580 (LRT) tokens/s, so that a CPU is for toy sizes. What
 follows for a GPU, and was not measured: it waits for the host in every single process, and two or more at a time fill
 the gaps. Processes share the compiler's cache on disk, but those that start together all compile: `--stagger` seconds
