@@ -111,17 +111,28 @@ def curves(rows: Sequence[Row]) -> list[tuple[str, str, str, list[tuple[float, f
         found.setdefault(identity(same), []).append(row)
     drawn = []
     tasks = {(row["variant"], row["pairs"]) for row in rows}
+    telling = telling_settings(rows)
     for group in found.values():
         first = group[0]
         words = [first["recipe"], first["memory"]]
         words += [f"{first['variant']} {first['pairs']}"] if len(tasks) > 1 else []
-        words += [f"{key}={value}" for key, value in first["settings"].items()]
+        words += [f"{key.split('.')[-1]} {shown(value)}" for key, value in first["settings"].items() if key in telling]
         values: dict[str, list[float]] = {}
         for row in group:
             values.setdefault(row["distance"], []).append(row["accuracy"])
         points = sorted((middle(label), sum(own) / len(own)) for label, own in values.items())
         drawn.append((", ".join(words), first["recipe"], first["memory"], points))
     return drawn
+
+
+def telling_settings(rows: Sequence[Row]) -> set[str]:
+    """Those that tell one curve from another."""
+    every = {key for row in rows for key in row["settings"]}
+    return {key for key in every if len({json.dumps(row["settings"].get(key)) for row in rows}) > 1}
+
+
+def shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def middle(label: str) -> float:

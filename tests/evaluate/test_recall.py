@@ -157,6 +157,14 @@ def test_rows_are_added_once_and_drawn(tmp_path: Path) -> None:
     ((name, recipe, source, points),) = curves(again)
     assert (name, recipe, source) == ("swa-ssss, recurrent", "swa-ssss", "recurrent")
     assert points == [(0.5, 0.625), (math.sqrt(2), 0.625), (math.sqrt(8), 0.625)]
+    # a setting is named where it tells curves apart
+    fast = [row | {"settings": {"optimizer.matrix_lr": 0.12345, "train.threads": 1}} for row in first]
+    slow = [row | {"settings": {"optimizer.matrix_lr": 0.01, "train.threads": 1}} for row in first]
+    assert [name for name, *_ in curves(fast)] == ["swa-ssss, recurrent"]
+    assert [name for name, *_ in curves([*fast, *slow])] == [
+        "swa-ssss, recurrent, matrix_lr 0.123",
+        "swa-ssss, recurrent, matrix_lr 0.01",
+    ]
     pytest.importorskip("matplotlib")
     draw_rows(tmp_path / "r.png", again)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
