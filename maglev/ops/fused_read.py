@@ -9,8 +9,8 @@ from maglev.ops.fused_product import SMALLEST_DOT, early, next_kernel, power_of_
 from maglev.ops.fused_ring import LOG2_E, halves, incoming, rotated, store_halves
 from maglev.ops.inject import NORM_EPS
 
-# Queries and keys at a time, and warps: in 16 bits, and in 32, which take twice the room.
-NARROW, WIDE = (128, 64, 8), (32, 32, 4)
+# Queries and keys at a time, and warps: in 16 bits, where queries lie apart and see more keys together, and in 32 bits.
+DENSE, APART, WIDE = (128, 64, 8), (64, 64, 4), (32, 32, 4)
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def chunk_attend(
         HEADS=heads, KV_HEADS=kv_heads, GROUP=group, HALF=head_dim // 2, BLOCK=power_of_two(head_dim // 2),
         GROUP_BLOCK=power_of_two(group), MEMORY=memory_projected is not None, num_warps=1, **early(key.device),
     )  # fmt: skip
-    most, keys, warps = NARROW if key.element_size() == 2 else WIDE
+    most, keys, warps = WIDE if key.element_size() > 2 else DENSE if queries.step == 1 else APART
     tile = min(most, max(SMALLEST_DOT, power_of_two(count)))
     out = torch.empty_like(query)
     window_kernel[(-(-count // tile), heads, batch)](
