@@ -98,6 +98,9 @@ def plot_read(result: dict[str, Any], path: Path) -> None:
             moved = [(number, value) for number, value in enumerate(row["largest_change_by_pass"], 1) if value > 0]
             if moved:
                 change.plot(*zip(*moved), marker="o", color=colour, label=label)
+            for (stride, errors), line in zip(row["distance_to_stepping_by_pass"].items(), (":", "--"), strict=False):
+                change.plot(range(1, len(errors) + 1), errors, line, color=colour, label=f"to stepping, {stride}")
+            if moved:
                 change.legend()
         passes.set_xlabel("chunk")
         passes.set_ylabel(f"passes ({result['passes_are']})")
@@ -105,7 +108,7 @@ def plot_read(result: dict[str, Any], path: Path) -> None:
         passes.legend()
         change.set_yscale("log")
         change.set_xlabel("pass")
-        change.set_ylabel("relative change, largest of the chunks")
+        change.set_ylabel("relative change (largest of the chunks) or distance")
         figure.suptitle(f"{result['device']}, {result['dtype']}, depth {result['depth']}, {result['text']}")
 
     save(path, draw)

@@ -17,7 +17,7 @@ from maglev.bench.limits import machine_rates
 from maglev.bench.models import full_state, random_decoder, swa_twin
 from maglev.errors import RequestError
 from maglev.inference.fast_step import FastDecoder
-from maglev.inference.reading import ReadingReport, default_chunk, read_
+from maglev.inference.reading import STRIDE, ReadingReport, chunk_of, default_chunk, one_pass, read_
 from maglev.model.accounting import pass_flops
 from maglev.model.decoder import Decoder
 
@@ -26,6 +26,8 @@ from maglev.model.decoder import Decoder
 PASSES = 6
 # passes shown beyond those that reading took, so that a curve shows where it ends
 BEYOND = 2
+# positions that are also stepped, to see how far passes are from there
+COMPARED = 1024
 LONGEST = 1 << 24
 
 Row = dict[str, Any]
@@ -117,6 +119,11 @@ def measure_model(
     report = reports[-1]
     watch(f"{name}: relative change by pass")
     changes = read(plan.passes or max(report.passes) + BEYOND).changes
+    watch(f"{name}: distance to stepping by pass")
+    distances = {}
+    # random weights need not contract, and then no two orders of arithmetic agree
+    if weights == "trained" and changes[0]:
+        distances = distance_by_pass(reader, tokens[:, : min(chunk, COMPARED)], len(changes[0]) + BEYOND)
     watch(f"{name}: {plan.steps} steps")
     step_s = step_seconds(decoder, plan)
     length = tokens.shape[1]
@@ -140,7 +147,24 @@ def measure_model(
         "stepping_by_reading": {kind: value * length / taken for kind, value in step_s.items()},
         "peak_bytes": peak,
         "largest_change_by_pass": largest_by_pass(changes),
+        "distance_to_stepping_by_pass": distances,
     }
+
+
+def distance_by_pass(reader: Decoder | FastDecoder, tokens: Tensor, passes: int) -> dict[str, list[float]]:
+    """||m - m*|| / ||m*|| after each pass over the start of the prompt, m* being the memories of single steps; by how
+    many positions lie between those computed together."""
+    state = reader.initial_state(1)
+    stepped = torch.stack([reader.step_(token[None], state).clone() for token in tokens[0]], dim=1)  # (1, T, D)
+    found = {}
+    for stride in (1, STRIDE):
+        chunk, memory = chunk_of(reader, tokens, reader.initial_state(1), 0), torch.zeros_like(stepped)
+        errors = []
+        for number in range(passes):
+            memory = one_pass(chunk, memory, stride if number else 1)
+            errors.append(float((memory - stepped).float().norm() / stepped.float().norm()))
+        found[f"stride {stride}"] = errors
+    return found
 
 
 def chunks(length: int, chunk: int) -> list[int]:

@@ -38,6 +38,18 @@ def test_until_settled_is_what_a_user_gets_and_fixed_passes_are_counted() -> Non
         assert set(maglev["stepping_by_reading"]) == {"plain", "fast"}
         assert len(maglev["largest_change_by_pass"]) == (passes or max(report.passes) + 2)
         assert result["passes_are"] == ("fixed" if passes else "until settled")
+        assert maglev["distance_to_stepping_by_pass"] == {}
+
+
+def test_a_trained_decoder_is_set_beside_its_steps() -> None:
+    plan = read_plan(True, steps=2, repeats=1)
+    result = measure_read("maglev", contracting(), random_tokens(1, 50), plan, weights="trained", text="text")
+    swa, maglev = result["rows"]
+    assert swa["distance_to_stepping_by_pass"] == {}
+    curves = maglev["distance_to_stepping_by_pass"]
+    assert list(curves) == ["stride 1", "stride 4"]
+    for errors in curves.values():
+        assert errors[0] > 1e-3 and errors[-1] < 1e-5 and errors[:4] == sorted(errors[:4], reverse=True)
 
 
 @torch.inference_mode()
