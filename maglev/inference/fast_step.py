@@ -188,9 +188,19 @@ class GraphStepper:
         captured.graph.replay()
         return captured.logits[: self.rows]
 
+    @torch.inference_mode()
+    def logits(self) -> Tensor:
+        """(B, V), of the tokens after the last ones read: what a state that was just copied in goes on with."""
+        # padding too: a product may add up in another order where it has other rows
+        return self.decoder.readout(self.buffers.memory[: bucket_for(self.rows)])[: self.rows]
+
     def state(self) -> DecoderState:
         """A copy of where the rows are now."""
         return first_rows(self.buffers, self.rows).clone()
+
+    def row(self, index: int) -> DecoderState:
+        """A copy of one of them, as a batch of one."""
+        return self.buffers.row(index)
 
     @torch.inference_mode()
     def capture(self, bucket: int) -> CapturedStep:

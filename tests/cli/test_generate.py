@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from maglev.__main__ import main
-from maglev.inference import LanguageModel
+from maglev.data.tokenizer import Tokenizer
 from maglev.model.accounting import state_nbytes
-from maglev.runs import read_config
+from maglev.runs import TOKENIZER, read_config
 from tests.processes import Processes
 from tests.small_runs import Train, flip_byte
 
@@ -76,21 +76,17 @@ def test_a_prompt_from_a_file_and_from_stdin(
 
 
 @pytest.fixture
-def spells(monkeypatch: pytest.MonkeyPatch) -> Any:
+def spells(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make the model write these bytes, one token each."""
+    tokenizer = Tokenizer.load(run / TOKENIZER)
 
     def spell(content: bytes) -> None:
         left = list(content)
 
-        def next_token(self: LanguageModel, state: Any) -> Any:
-            import torch
+        def next_token(*logits_and_sampling: Any) -> int:
+            return tokenizer.token_bytes.index(bytes([left.pop(0)])) if left else tokenizer.bos_id
 
-            logits = torch.full((self.tokenizer.vocab_size,), -10.0)
-            token = self.tokenizer.token_bytes.index(bytes([left.pop(0)])) if left else self.tokenizer.bos_id
-            logits[token] = 10.0
-            return logits
-
-        monkeypatch.setattr(LanguageModel, "next_logits", next_token)
+        monkeypatch.setattr("maglev.inference.engine.next_token", next_token)
 
     return spell
 
