@@ -18,11 +18,13 @@ from maglev.errors import RequestError
 from maglev.inference.checks import check_max_tokens, check_tokens
 from maglev.inference.fast_step import FastDecoder
 from maglev.inference.reading import ReadingReport, read_
+from maglev.inference.rounding import check_weights, rounded
 from maglev.inference.sampling import Sampling, next_token
 from maglev.inference.state import State, load_state
 from maglev.inference.stepper import Steppers
 from maglev.inference.streaming import TextStream
 from maglev.model.decoder import Decoder
+from maglev.ops.matrix import WeightFormat
 from maglev.runs import TOKENIZER, read_config
 
 Method = Literal["parallel", "step"]
@@ -32,16 +34,21 @@ SEED_LIMIT = 1 << 63
 
 
 class LanguageModel:
-    """The bounded decoder in use. Without a state, reading and writing begin with BOS."""
+    """The bounded decoder in use. Without a state, reading and writing begin with BOS.
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer) -> None:
+    With `weights` in 8 bits, `decoder` is a copy that holds the rounded values: passes and steps then agree.
+    """
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, weights: WeightFormat = "plain") -> None:
         if tokenizer.vocab_size != decoder.config.vocab_size:
             raise RequestError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens and the model {decoder.config.vocab_size}; "
                 f"use the tokenizer of the run"
             )
-        self.decoder = decoder.eval().requires_grad_(False)
+        check_weights(weights, decoder.device)
+        self.decoder = rounded(decoder, weights).eval().requires_grad_(False)
         self.tokenizer = tokenizer
+        self.weights = weights
 
     @cached_property
     def fingerprint(self) -> str:
@@ -84,8 +91,12 @@ class LanguageModel:
 
     @cached_property
     def steppers(self) -> Steppers:
-        """What steps and reads out: fused kernels on a GPU; a CPU gains nothing from their order of work."""
-        return Steppers(FastDecoder(self.decoder) if self.decoder.device.type == "cuda" else self.decoder)
+        """What steps and reads out: fused kernels on a GPU, which alone reads 8 bits faster than wider numbers.
+
+        A CPU steps the decoder itself: the order of work that suits kernels gains next to nothing there.
+        """
+        on_gpu = self.decoder.device.type == "cuda"
+        return Steppers(FastDecoder(self.decoder, weights=self.weights) if on_gpu else self.decoder)
 
     def step_through(self, tokens: list[int], state: State) -> None:
         """Rewrite `state` in place."""
@@ -174,8 +185,15 @@ def load(
     device: str = "auto",
     dtype: torch.dtype | None = None,
     report: Callable[[str], None] = warnings.warn,
+    weights: WeightFormat = "plain",
 ) -> LanguageModel:
-    """The newest checkpoint of a run, its decoder alone. bfloat16 on a GPU, float32 elsewhere, unless told."""
+    """The newest checkpoint of a run, its decoder alone. bfloat16 on a GPU, float32 elsewhere, unless told.
+
+    `weights` "int8" or "fp8" rounds every matrix row by row: another function, and fewer bytes for a GPU to read.
+    """
+    place = device_named(device)
+    # a wrong value is told before anything is read
+    check_weights(weights, place)
     run = Path(run)
     config = read_config(run)
     if not (run / TOKENIZER).is_file():
@@ -184,8 +202,7 @@ def load(
     found = newest(run, report)
     if found is None:
         raise RequestError(f"{run} has no checkpoint yet; let 'maglev train' reach one (train.checkpoint_every)")
-    place = device_named(device)
     decoder = Decoder(config.model)
     decoder.load_state_dict(found.tensors("decoder"))
     decoder.to(place, dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32))
-    return LanguageModel(decoder, Tokenizer.load(run / TOKENIZER))
+    return LanguageModel(decoder, Tokenizer.load(run / TOKENIZER), weights)

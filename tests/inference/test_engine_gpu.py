@@ -10,6 +10,7 @@ from maglev.inference.batch import generate_batch
 from maglev.inference.engine import LanguageModel
 from maglev.inference.fast_step import GraphStepper
 from maglev.inference.sampling import Sampling
+from maglev.ops.matrix import WeightFormat
 from tests.helpers import small
 
 pytestmark = pytest.mark.gpu
@@ -18,19 +19,20 @@ SHAPE = {"depth": 2, "width": 128, "heads": 2, "kv_heads": 1, "window": 24, "con
 PROMPTS = ["a", "some longer prompt, which goes on beyond the window of twenty-four tokens", "the window"]
 
 
-def model(device: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
+def model(device: str, dtype: torch.dtype = torch.float32, weights: WeightFormat = "plain") -> LanguageModel:
     tokenizer = Tokenizer.train(["some text, some more of it, and a prompt beyond the window"], 270)
     shape = SHAPE | {"vocab_size": tokenizer.vocab_size}
     decoder = small("maglev-shared-0.1", scale=0.3, dtype=dtype, **shape).decoder.to(device)
-    return LanguageModel(decoder, tokenizer)
+    return LanguageModel(decoder, tokenizer, weights)
 
 
 def greedy(lm: LanguageModel, prompt: str) -> str:
     return "".join(lm.generate(prompt, max_tokens=30, temperature=0))
 
 
-def test_greedy_texts_are_those_of_the_cpu() -> None:
-    here, there = model("cpu"), model("cuda")
+@pytest.mark.parametrize("weights", ["plain", "int8", "fp8"])
+def test_greedy_texts_are_those_of_the_cpu(weights: WeightFormat) -> None:
+    here, there = model("cpu", weights=weights), model("cuda", weights=weights)
     for prompt in PROMPTS:
         assert greedy(there, prompt) == greedy(here, prompt)
     ((_, stepper),) = there.steppers.idle
