@@ -72,6 +72,14 @@ class FastDecoder:
             self.memory_weight = weight(*(projection.weight for projection in projections))
         self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
 
+    @property
+    def weight_bytes(self) -> int:
+        """What a step with its readout reads whatever the batch: everything but rows of the embedding."""
+        matrices = [each for layer in self.layers for each in (layer.stacked, layer.output, layer.up, layer.down)]
+        matrices += [self.readout_weight] if self.memory_weight is None else [self.readout_weight, self.memory_weight]
+        scales = sum(layer.scales.numel() * layer.scales.element_size() for layer in self.layers)
+        return scales + sum(each.nbytes for each in matrices)
+
     def initial_state(self, batch_size: int) -> DecoderState:
         return DecoderState.zeros(self.config, batch_size, self.dtype, self.device)
 
