@@ -94,7 +94,8 @@ class FastDecoder:
     @torch.no_grad()
     def readout(self, memory: Tensor) -> Tensor:
         """Soft-capped logits in float32 or better. (B, D) -> (B, V)"""
-        return self.steps.read_out(memory, self.readout_weight, self.config.logit_softcap)
+        with torch.cuda.device_of(memory):
+            return self.steps.read_out(memory, self.readout_weight, self.config.logit_softcap)
 
     def advance(self, tokens: Tensor, state: DecoderState, memory_out: Tensor, position_out: Tensor) -> None:
         """The step itself: rings in place, memory and position into tensors that may be the state's own."""
