@@ -8,6 +8,8 @@ from maglev.config import RunConfig
 from maglev.errors import RequestError
 
 CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
+# in place of the tokenizer: what the tokens of a run on the recall task mean
+RECALL = "recall.json"
 BAD_BATCHES = "bad-batches"
 
 

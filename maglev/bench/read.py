@@ -17,13 +17,12 @@ from maglev.bench.limits import machine_rates
 from maglev.bench.models import full_state, random_decoder, swa_twin
 from maglev.errors import RequestError
 from maglev.inference.fast_step import FastDecoder
-from maglev.inference.reading import ReadingReport, default_chunk, read_, relative_change
+from maglev.inference.reading import ReadingReport, default_chunk, read_
 from maglev.model.accounting import pass_flops
-from maglev.model.chunk import ChunkPass
 from maglev.model.decoder import Decoder
-from maglev.model.state import DecoderState
 
-# about what a trained decoder needs from zeros in bfloat16; with random weights passes are counted, not needed
+# About what a trained decoder needs from zeros in bfloat16. What random weights settle to says nothing, and where they
+# do not settle, steps would be timed instead: with them passes are counted, not needed.
 PASSES = 6
 # passes shown beyond those that reading took, so that a curve shows where it ends
 BEYOND = 2
@@ -65,31 +64,6 @@ def read_plan(quick: bool = False, **given: int | None) -> ReadPlan:
     return ReadPlan(**(open_ended | (small if quick else full) | chosen), quick=quick)  # type: ignore[arg-type]
 
 
-def read_with_fixed_passes(
-    decoder: Decoder, tokens: Tensor, state: DecoderState, passes: int, chunk: int
-) -> tuple[ReadingReport, list[list[float]]]:
-    """The passes of `read_`, its test for settling included, but always so many; also each pass's relative change,
-    none where there is no memory to settle.
-
-    What random weights settle to says nothing, and where they do not settle `read_` would time its steps instead.
-    """
-    report, changes = ReadingReport(tokens=tokens.shape[1]), []
-    for part in tokens.split(chunk, dim=1):
-        passing = ChunkPass(decoder, part, state)
-        moved = []
-        if decoder.injection is None:
-            passing.run(None)
-        else:
-            memory = torch.zeros(*part.shape, decoder.config.width, dtype=state.memory.dtype, device=part.device)
-            for _ in range(passes):
-                before, memory = memory, passing.run(memory)
-                moved.append(relative_change(before, memory))
-        passing.commit_(state, part.shape[1])
-        report.passes.append(len(moved) or 1)
-        changes.append(moved)
-    return report, changes
-
-
 def measure_read(
     name: str,
     decoder: Decoder,
@@ -128,24 +102,21 @@ def measure_read(
 def measure_model(
     name: str, weights: str, decoder: Decoder, tokens: Tensor, plan: ReadPlan, matrix_flops: float, watch: Watch
 ) -> Row:
-    chunk = plan.chunk or default_chunk(decoder)
+    chunk = plan.chunk or default_chunk(decoder.config)
+    # what the engine reads with
+    reader = FastDecoder(decoder) if decoder.device.type == "cuda" else decoder
     reports: list[ReadingReport] = []
 
-    def work() -> None:
-        state = decoder.initial_state(1)
-        if plan.passes is None:
-            reports.append(read_(decoder, tokens, state, chunk=chunk))
-        else:
-            reports.append(read_with_fixed_passes(decoder, tokens, state, plan.passes, chunk)[0])
+    def read(passes: int | None) -> ReadingReport:
+        return read_(reader, tokens, decoder.initial_state(1), chunk=chunk, passes=passes)
 
     watch(f"{name}: reading")
     reset_peak(decoder.device)
-    taken = seconds(work, decoder.device, 1, plan.repeats, warm_ups=1)
+    taken = seconds(lambda: reports.append(read(plan.passes)), decoder.device, 1, plan.repeats, warm_ups=1)
     peak = peak_bytes(decoder.device)
     report = reports[-1]
     watch(f"{name}: relative change by pass")
-    shown = plan.passes or max(report.passes) + BEYOND
-    changes = read_with_fixed_passes(decoder, tokens, decoder.initial_state(1), shown, chunk)[1]
+    changes = read(plan.passes or max(report.passes) + BEYOND).changes
     watch(f"{name}: {plan.steps} steps")
     step_s = step_seconds(decoder, plan)
     length = tokens.shape[1]

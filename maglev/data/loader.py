@@ -9,7 +9,8 @@ from maglev.data.packing import GROUP_TOKENS, RowPlan
 from maglev.data.shards import TokenData, fingerprint_of
 from maglev.errors import RequestError
 
-IGNORED_TARGET = -1
+# Nothing is predicted on padding, nor at a token that is read and not asked about; losses score no negative target.
+IGNORED_TARGET, UNSCORED_TARGET = -1, -2
 
 
 class Batch(NamedTuple):

@@ -1,5 +1,6 @@
 """Load a run with all it was trained with, to measure it."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 from maglev.checkpoint import newest
 from maglev.config import RunConfig
+from maglev.data.recall import RecallConfig
 from maglev.data.shards import TokenData, open_data
 from maglev.data.tokenizer import Tokenizer
 from maglev.errors import RequestError
@@ -15,7 +17,7 @@ from maglev.model.decoder import Decoder
 from maglev.objectives import Objective, build_objective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.ops.matrix import WeightFormat
-from maglev.runs import TOKENIZER, read_config
+from maglev.runs import RECALL, TOKENIZER, read_config
 
 
 def load_objective(
@@ -48,6 +50,17 @@ def load_objective(
         objective.decoder.embedding.compute_dtype = torch.bfloat16
     objective.decoder = rounded(objective.decoder, weights)
     return config, objective, found.step
+
+
+def read_recall(run: Path) -> RecallConfig:
+    """The recall task that a run was trained on."""
+    file = run / RECALL
+    if not file.is_file():
+        raise RequestError(f"{run} was not trained on the recall task, it has no {RECALL}; name a run that was")
+    try:
+        return RecallConfig.from_dict(json.loads(file.read_bytes()))
+    except (ValueError, RequestError) as error:
+        raise RequestError(f"{file} is damaged ({error}); name another run") from None
 
 
 def open_matching_data(run: Path, folder: Path) -> TokenData:

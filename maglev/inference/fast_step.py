@@ -1,7 +1,7 @@
 """One token per row in as few launches as it takes, by itself or from a CUDA graph."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState, RingCache
 from maglev.ops.decode_steps import Backend, decode_steps
 from maglev.ops.matrix import ARRIVALS, Matrix, WeightFormat, matrix
+
+if TYPE_CHECKING:
+    from maglev.inference.fast_read import RecordedPasses
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WARM_UPS = 2
@@ -71,6 +74,11 @@ class FastDecoder:
             projections = decoder.injection.memory_key_proj, decoder.injection.memory_value_proj
             self.memory_weight = weight(*(projection.weight for projection in projections))
         self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
+        self.recorded_passes: RecordedPasses | None = None  # of reading
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.dtype
 
     @property
     def weight_bytes(self) -> int:

@@ -1,8 +1,10 @@
 """Reading a prompt in parallel with P alone: its memories are the fixed point of m <- P(x, shift(m)).
 
-A prompt is read in chunks. Each chunk starts from the carried state and repeats parallel passes until the memories
-stop moving. Position t of a chunk is exact after t passes whatever the weights, so a chunk that does not settle within
-its budget is finished by stepping.
+A prompt is read in chunks. Each chunk starts from the carried state with a pass on zero memories, then repeats passes
+until the memories stop moving. After the first, a pass goes over every STRIDE-th position at a time, and each part
+takes the memories that the parts before it left (Gauss-Seidel): as much work as a pass over all positions at once
+(Jacobi, stride 1), and fewer of them. Position t of a chunk is exact after t passes whatever the weights, so a chunk
+that does not settle within its budget is finished by stepping.
 """
 
 from dataclasses import dataclass, field
@@ -10,81 +12,125 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from maglev.config import ModelConfig
 from maglev.errors import RequestError
 from maglev.inference.checks import check_tokens
-from maglev.model.chunk import ChunkPass
+from maglev.inference.fast_read import FastChunk
+from maglev.inference.fast_step import FastDecoder
+from maglev.model.chunk import Chunk, ChunkPass
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 
 # relative change of the memories under which a chunk counts as settled
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-LARGEST_CHUNK = 4096
+LARGEST_CHUNK = 8192
+# shorter chunks, which a user may ask for, are not worth recording
+SMALLEST_RECORDED = 256
 PASS_BUDGET = 24
+STRIDE = 4
 
 
 @dataclass
 class ReadingReport:
-    """What reading took: passes per chunk, and positions that had to be stepped."""
+    """What reading took: passes per chunk, the relative change in each of them, and positions that were stepped."""
 
     passes: list[int] = field(default_factory=list)
+    changes: list[list[float]] = field(default_factory=list)
     stepped: int = 0
     tokens: int = 0
 
 
-def default_chunk(decoder: Decoder) -> int:
+def default_chunk(config: ModelConfig) -> int:
     """One pass carries information at most layers * (W - 1) + 1 positions: a longer chunk only waits."""
-    return min(decoder.config.plain_reach + 1, LARGEST_CHUNK)
+    return min(config.plain_reach + 1, LARGEST_CHUNK)
 
 
 @torch.inference_mode()
 def read_(
-    decoder: Decoder,
+    decoder: Decoder | FastDecoder,
     tokens: Tensor,
     state: DecoderState,
     *,
     tolerance: float | None = None,
     chunk: int | None = None,
     budget: int = PASS_BUDGET,
+    passes: int | None = None,
+    stride: int = STRIDE,
 ) -> ReadingReport:
-    """Read tokens (B, T) into `state`, which is rewritten in place. Memory is bounded by the chunk."""
+    """Read tokens (B, T) into `state`, which is rewritten in place. Memory is bounded by the chunk.
+
+    `passes` fixes their number, settled or not: for measuring. What was read then is exact only if they sufficed.
+    """
     check_tokens(tokens, decoder.config.vocab_size)
     if tokens.shape[0] != state.batch_size:
         raise RequestError(f"tokens have {tokens.shape[0]} rows and the state {state.batch_size}; give as many")
-    if budget < 1 or (chunk is not None and chunk < 1):
-        raise RequestError(f"budget is {budget} and chunk {chunk}; both must be at least 1")
+    for name, value in (("budget", budget), ("chunk", chunk), ("passes", passes), ("stride", stride)):
+        if value is not None and value < 1:
+            raise RequestError(f"{name} is {value}; it must be at least 1")
     tolerance = TOLERANCE[decoder.compute_dtype] if tolerance is None else tolerance
     report = ReadingReport(tokens=tokens.shape[1])
     if not tokens.shape[1]:
         return report
-    for part in tokens.split(chunk or default_chunk(decoder), dim=1):
-        read_chunk_(decoder, part, state, tolerance, budget, report)
+    size = chunk or default_chunk(decoder.config)
+    for part in tokens.split(size, dim=1):
+        passing = chunk_of(decoder, part, state, size)
+        if decoder.config.memory == "none":
+            read_without_memory_(passing, state, report)
+        else:
+            read_chunk_(decoder, passing, state, tolerance, budget, passes, stride, report)
     return report
 
 
+def chunk_of(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState, size: int) -> Chunk:
+    if isinstance(decoder, FastDecoder):
+        return FastChunk(decoder, tokens, state, repeated=tokens.shape[1] == size >= SMALLEST_RECORDED)
+    return ChunkPass(decoder, tokens, state)
+
+
+def read_without_memory_(chunk: Chunk, state: DecoderState, report: ReadingReport) -> None:
+    chunk.run(None)
+    chunk.commit_(state, chunk.length)
+    report.passes.append(1)
+    report.changes.append([])
+
+
 def read_chunk_(
-    decoder: Decoder, tokens: Tensor, state: DecoderState, tolerance: float, budget: int, report: ReadingReport
+    decoder: Decoder | FastDecoder,
+    chunk: Chunk,
+    state: DecoderState,
+    tolerance: float,
+    budget: int,
+    passes: int | None,
+    stride: int,
+    report: ReadingReport,
 ) -> None:
-    length = tokens.shape[1]
-    chunk = ChunkPass(decoder, tokens, state)
-    if decoder.injection is None:
-        chunk.run(None)
-        report.passes.append(1)
-        chunk.commit_(state, length)
-        return
-    memory = torch.zeros(*tokens.shape, decoder.config.width, dtype=state.memory.dtype, device=tokens.device)
+    memory = state.memory.new_zeros(*chunk.tokens.shape, state.memory.shape[-1])
+    changes: list[float] = []
     settled = 0
-    for number in range(1, min(budget, length) + 1):
-        before = memory
-        memory = chunk.run(before)
+    for number in range(1, (passes or min(budget, chunk.length)) + 1):
+        before, memory = memory, one_pass(chunk, memory, 1 if number == 1 else stride)
+        changes.append(relative_change(before, memory))
         # position t is exact after t passes
-        settled = length if number == length or relative_change(before, memory) <= tolerance else number
-        if settled == length:
+        settled = min(number, chunk.length)
+        if passes is None and changes[-1] <= tolerance:
+            settled = chunk.length
             break
+    settled = chunk.length if passes is not None else settled
     report.passes.append(number)
+    report.changes.append(changes)
     chunk.commit_(state, settled)
-    for slot in range(settled, length):
-        decoder.step_(tokens[:, slot], state)
-    report.stepped += length - settled
+    for slot in range(settled, chunk.length):
+        decoder.step_(chunk.tokens[:, slot], state)
+    report.stepped += chunk.length - settled
+
+
+def one_pass(chunk: Chunk, memory: Tensor, stride: int) -> Tensor:
+    """All positions once, every `stride`-th at a time."""
+    if stride == 1:
+        return chunk.run(memory)
+    for first in range(min(stride, chunk.length)):
+        memory = chunk.run(memory, range(first, chunk.length, stride))
+    return memory
 
 
 def relative_change(before: Tensor, after: Tensor) -> float:

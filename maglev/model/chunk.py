@@ -1,4 +1,6 @@
-"""A parallel pass over the positions that follow a state: the bridge between whole passes and single steps."""
+"""Parallel passes over the positions that follow a state: the bridge between whole passes and single steps."""
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -8,63 +10,102 @@ from maglev.model.state import DecoderState, RingCache
 from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attention
 
 
-class ChunkAttend:
-    """Attend over the ring's entries in order, then the chunk's own; keeps the chunk's K/V for the commit."""
+class Span:
+    """Mixed K/V of one layer, in order: the W - 1 positions before the chunk, then the chunk's own."""
 
-    def __init__(self, cache: RingCache, position: Tensor, plan: AttentionPlan) -> None:
-        self.plan = plan
-        history = cache.key.shape[1] - 1
-        # positions p - history .. p - 1, wherever the ring keeps them; what lies before 0 is masked by the plan
-        slots = (position[:, None] - history + torch.arange(history, device=position.device)) % (history + 1)
+    def __init__(self, ring: RingCache, length: int) -> None:
+        batch, self.window, kv_heads, head_dim = ring.key.shape
+        self.history = self.window - 1
+        self.key, self.value = (ring.key.new_empty(batch, self.history + length, kv_heads, head_dim) for _ in range(2))
+        # rows that have read less than the window have empty slots at the front
+        self.empty = torch.zeros(batch, dtype=torch.int64, device=ring.key.device)
+
+    def fill_(self, ring: RingCache, position: Tensor) -> None:
+        """Take the W - 1 positions before `position` (B,) from the ring; what lies before 0 is never looked at."""
+        slots = (position[:, None] - self.history + torch.arange(self.history, device=position.device)) % self.window
         row = torch.arange(position.shape[0], device=position.device)[:, None]
-        self.past_key, self.past_value = cache.key[row, slots], cache.value[row, slots]  # (B, W - 1, G, Dh)
-        self.key = self.value = cache.key
+        self.key[:, : self.history], self.value[:, : self.history] = ring.key[row, slots], ring.value[row, slots]
+        self.empty.copy_((self.history - position).clamp_min(0))
 
-    def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
-        self.key, self.value = mixed_key, mixed_value
-        key = torch.cat((self.past_key, mixed_key), dim=1)
-        value = torch.cat((self.past_value, mixed_value), dim=1)
-        return windowed_attention(query, key, value, self.plan)
+    def queries(self, subset: range) -> range:
+        """Where positions of the chunk are among the keys."""
+        return range(self.history + subset.start, self.history + subset.stop, subset.step)
 
 
-class ChunkPass:
-    """Passes of a decoder over tokens (B, C) that come after `state`; the state changes only on `commit_`."""
+class Chunk(ABC):
+    """Tokens (B, C) that come after `state`; the state changes only on `commit_`."""
 
-    def __init__(self, decoder: Decoder, tokens: Tensor, state: DecoderState) -> None:
-        self.decoder, self.tokens = decoder, tokens
+    def __init__(self, tokens: Tensor, state: DecoderState, spans: list[Span] | None = None) -> None:
+        """`spans` of the right size are written over, else there are new ones."""
+        self.tokens = tokens
+        self.length = tokens.shape[1]
         self.first_memory = state.memory[:, None]  # (B, 1, D)
-        length = tokens.shape[1]
-        self.positions = state.position[:, None] + torch.arange(length, device=tokens.device)  # (B, C)
-        plans = {window: self.plan(window, length, state.position) for window in set(decoder.config.windows)}
-        self.attends = [
-            ChunkAttend(cache, state.position, plans[window])
-            for cache, window in zip(state.caches, decoder.config.windows, strict=True)
-        ]
+        self.positions = state.position[:, None] + torch.arange(self.length, device=tokens.device)  # (B, C)
+        self.spans = [Span(ring, self.length) for ring in state.caches] if spans is None else spans
+        for span, ring in zip(self.spans, state.caches, strict=True):
+            span.fill_(ring, state.position)
         self.memory = self.first_memory
 
-    @staticmethod
-    def plan(window: int, length: int, position: Tensor) -> AttentionPlan:
-        history = window - 1
-        # rows that have read less than the window have empty slots at the front
-        empty = (history - position).clamp_min(0)
-        starts = empty[:, None].expand(-1, length) if bool((empty > 0).any()) else None
-        queries = range(history, history + length)
-        return plan_attention(window, history + length, position.device, queries, starts)
+    @abstractmethod
+    def compute(self, subset: range, previous_memory: Tensor | None) -> Tensor:
+        """The memories (B, Q, D) of these positions, on K/V that the spans keep; theirs are written there."""
 
-    def run(self, memory: Tensor | None) -> Tensor:
-        """One pass on the chunk's memories of the pass before; None for a decoder without memory."""
-        previous = None if memory is None else torch.cat((self.first_memory, memory[:, :-1]), dim=1)
-        self.memory = self.decoder.run(self.tokens, self.positions, previous, self.attends)
+    def run(self, memory: Tensor | None, subset: range | None = None) -> Tensor:
+        """Compute all positions, or later some of them again, on the chunk's memories so far; None where there are
+        none. -> (B, C, D)"""
+        whole = subset is None
+        subset = range(self.length) if subset is None else subset
+        at = slice(subset.start, None, subset.step)
+        previous = None if memory is None else torch.cat((self.first_memory, memory[:, :-1]), dim=1)[:, at]
+        fresh = self.compute(subset, previous)
+        if whole or memory is None:
+            self.memory = fresh
+        else:
+            self.memory = memory.slice_scatter(fresh, 1, subset.start, self.length, subset.step)
         return self.memory
 
     def commit_(self, state: DecoderState, count: int) -> None:
-        """Take the first `count` positions of the last pass into the state."""
+        """Take the first `count` positions as they were last computed into the state."""
         row = torch.arange(self.tokens.shape[0], device=self.tokens.device)[:, None]
-        for cache, attend in zip(state.caches, self.attends, strict=True):
-            window = cache.key.shape[1]
-            kept = slice(max(0, count - window), count)
-            slots = self.positions[:, kept] % window
-            cache.key[row, slots] = attend.key[:, kept]
-            cache.value[row, slots] = attend.value[:, kept]
+        for cache, span in zip(state.caches, self.spans, strict=True):
+            kept = slice(max(0, count - span.window), count)
+            slots = self.positions[:, kept] % span.window
+            cache.key[row, slots] = span.key[:, span.history :][:, kept]
+            cache.value[row, slots] = span.value[:, span.history :][:, kept]
         state.memory = self.memory[:, count - 1].clone()
         state.position = state.position + count
+
+
+class SpanAttend:
+    """Some positions of a chunk: their K/V go into the span, and their queries see it."""
+
+    def __init__(self, span: Span, plan: AttentionPlan) -> None:
+        self.span, self.plan = span, plan
+
+    def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
+        queries = self.plan.queries
+        at = slice(queries.start, None, queries.step)
+        self.span.key[:, at], self.span.value[:, at] = mixed_key, mixed_value
+        return windowed_attention(query, self.span.key, self.span.value, self.plan)
+
+
+class ChunkPass(Chunk):
+    """With the decoder itself: any device and precision."""
+
+    def __init__(self, decoder: Decoder, tokens: Tensor, state: DecoderState) -> None:
+        super().__init__(tokens, state)
+        self.decoder = decoder
+        self.plans: dict[tuple[int, range], AttentionPlan] = {}
+
+    def plan(self, span: Span, subset: range) -> AttentionPlan:
+        if (span.window, subset) not in self.plans:
+            starts = span.empty[:, None].expand(-1, len(subset)) if bool((span.empty > 0).any()) else None
+            self.plans[span.window, subset] = plan_attention(
+                span.window, span.key.shape[1], self.tokens.device, span.queries(subset), starts
+            )
+        return self.plans[span.window, subset]
+
+    def compute(self, subset: range, previous_memory: Tensor | None) -> Tensor:
+        at = slice(subset.start, None, subset.step)
+        attends = [SpanAttend(span, self.plan(span, subset)) for span in self.spans]
+        return self.decoder.run(self.tokens[:, at], self.positions[:, at], previous_memory, attends)

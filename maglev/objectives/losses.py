@@ -11,7 +11,7 @@ from maglev.ops.loss import IGNORED, cross_entropy
 
 @dataclass(frozen=True)
 class Losses:
-    """Means over the valid targets. `total` is what is minimised."""
+    """Means over the valid targets, of the consistency over all tokens. `total` is what is minimised."""
 
     total: Tensor
     next_token: Tensor
@@ -46,11 +46,19 @@ class Objective(nn.Module):
 
 def valid_mean(values: Tensor, targets: Tensor) -> Tensor:
     """Mean over the positions that have a target; 0 where there is none."""
-    valid = targets != IGNORED
+    return masked_mean(values, targets >= 0)
+
+
+def token_mean(values: Tensor, targets: Tensor) -> Tensor:
+    """Mean over the positions that hold a token: all but padding, whether they have a target or not."""
+    return masked_mean(values, targets != IGNORED)
+
+
+def masked_mean(values: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid, values, 0).sum() / valid.sum().clamp_min(1)
 
 
 def next_token_loss(decoder: Decoder, memory: Tensor, targets: Tensor) -> Tensor:
-    """Mean nats per target. memory (B, T, D), targets (B, T) with -1 where there is nothing to predict."""
+    """Mean nats per target. memory (B, T, D), targets (B, T) negative where there is nothing to predict."""
     nats = cross_entropy(memory, decoder.readout.weight, targets, decoder.readout.cap)
     return valid_mean(nats, targets)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
-from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, Objective, next_token_loss, valid_mean
+from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, Objective, next_token_loss, token_mean
 from maglev.objectives.prefiller import Prefiller
 from maglev.ops.reference import consistency
 
@@ -25,5 +25,5 @@ class MaglevObjective(Objective):
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
         memory, target_memory = self.lifted(tokens, documents)
         next_token = next_token_loss(self.decoder, memory, targets)
-        apart = valid_mean(consistency(memory, target_memory), targets)
+        apart = token_mean(consistency(memory, target_memory), targets)
         return Losses(next_token + self.consistency_weight * apart, next_token, apart)

@@ -1,4 +1,5 @@
-"""The parts of one decoding step, for B rows of one token each: at most five calls per layer.
+"""The parts of one decoding step, for B rows of one token each, and of a parallel pass, whose rows are positions:
+at most five calls per layer.
 
 These are the plain PyTorch twins: they serve any device and precision and define what the kernels of `fused_decode`
 compute, under the same names and signatures. `decode_steps` chooses between the two.
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maglev.errors import RequestError
+from maglev.ops.attention import plan_attention, windowed_attention
 from maglev.ops.decode import decode_attention
 from maglev.ops.inject import gate, mix, rms_norm, rotate
 from maglev.ops.matrix import Matrix
@@ -41,6 +43,20 @@ class DecodeSteps(Protocol):
         cos: Tensor,
         sin: Tensor,
         arrivals: Tensor,
+        heads: int,
+    ) -> Tensor: ...
+
+    def chunk_attend(
+        self,
+        projected: Tensor,
+        memory_projected: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        empty: Tensor,
+        queries: range,
+        window: int,
+        cos: Tensor,
+        sin: Tensor,
         heads: int,
     ) -> Tensor: ...
 
@@ -111,21 +127,62 @@ def ring_attend(
     written must hold finite numbers here; the kernel does not read them.
     """
     window, kv_heads, head_dim = ring_key.shape[1:]
+    query, key, value = mixed_features(projected, memory_projected, kv_heads, head_dim, cos, sin, heads)
+    row, slot = torch.arange(position.shape[0], device=position.device), position % window
+    ring_key[row, slot], ring_value[row, slot] = key, value
+    filled = (position + 1).clamp_max(window)
+    return decode_attention(query[:, None], ring_key, ring_value, filled).flatten(1)
+
+
+def mixed_features(
+    projected: Tensor,
+    memory_projected: Tensor | None,
+    kv_heads: int,
+    head_dim: int,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What attention takes: query (N, H, Dh), mixed key and value (N, G, Dh)."""
     sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     query, key, value, rest = projected.split([*sizes, projected.shape[1] - sum(sizes)], dim=1)
-    angles = cos[:, None], sin[:, None]  # (B, 1, half)
+    angles = cos[:, None], sin[:, None]  # (N, 1, half)
     query = rms_norm(rotate(query.unflatten(1, (heads, head_dim)), *angles))
     key = rms_norm(rotate(key.unflatten(1, (kv_heads, head_dim)), *angles))
     value = value.unflatten(1, (kv_heads, head_dim))
     if memory_projected is not None:
         memory_key, memory_value = memory_projected.unflatten(1, (2, kv_heads, head_dim)).unbind(1)
-        gates = gate(rest[:, : 2 * kv_heads]).chunk(2, dim=1)  # (B, G) each
+        gates = gate(rest[:, : 2 * kv_heads]).chunk(2, dim=1)  # (N, G) each
         key = mix(key, rotate(rms_norm(memory_key), *angles), *gates)
         value = mix(value, memory_value, *gates)
-    row, slot = torch.arange(position.shape[0], device=position.device), position % window
-    ring_key[row, slot], ring_value[row, slot] = key, value
-    filled = (position + 1).clamp_max(window)
-    return decode_attention(query[:, None], ring_key, ring_value, filled).flatten(1)
+    return query, key, value
+
+
+def chunk_attend(
+    projected: Tensor,
+    memory_projected: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    empty: Tensor,
+    queries: range,
+    window: int,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+) -> Tensor:
+    """`ring_attend` for many positions of every sequence. -> (B * Q, H * Dh)
+
+    Rows are B sequences of Q positions each, sequence by sequence. key and value (B, L, G, Dh) are in the order of
+    positions; `queries` says where the rows' own are, which are written in place. The first `empty` (B,) of them do not
+    count.
+    """
+    batch, length, kv_heads, head_dim = key.shape
+    at = slice(queries.start, None, queries.step)
+    query, own_key, own_value = mixed_features(projected, memory_projected, kv_heads, head_dim, cos, sin, heads)
+    key[:, at], value[:, at] = own_key.unflatten(0, (batch, -1)), own_value.unflatten(0, (batch, -1))
+    starts = empty[:, None].expand(-1, len(queries))
+    plan = plan_attention(window, length, key.device, queries, starts)
+    return windowed_attention(query.unflatten(0, (batch, -1)), key, value, plan).flatten(2).flatten(0, 1)
 
 
 def project(x: Tensor, weight: Matrix) -> Tensor:

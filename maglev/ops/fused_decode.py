@@ -18,6 +18,7 @@ from maglev.ops.fused_product import (
     times_batch,
     times_vector,
 )
+from maglev.ops.fused_read import chunk_attend
 from maglev.ops.fused_ring import ring_attend
 from maglev.ops.inject import NORM_EPS
 from maglev.ops.matrix import Matrix
@@ -25,6 +26,7 @@ from maglev.ops.matrix import Matrix
 __all__ = [
     "INTERPRETED",
     "begin_step",
+    "chunk_attend",
     "finish_step",
     "norm_project_relu2",
     "project",

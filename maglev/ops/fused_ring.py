@@ -12,12 +12,9 @@ from torch import Tensor
 
 from maglev.ops.fused_product import early, next_kernel, power_of_two, previous_kernel
 from maglev.ops.inject import NORM_EPS
-from maglev.ops.matrix import ARRIVALS
 
-# Programs that together keep an H200 busy. A ring is shared by several even where there are more of them: then those
-# that are done sooner take more, and the last ones do not run alone.
+# Programs that together keep an H200 busy; where rings are fewer, several share one.
 PROGRAMS = 512
-LEAST_SPLITS = 4
 WARPS = 1
 # Numbers of a block of keys: 64 in each thread.
 TILE = 64 * 32 * WARPS
@@ -235,7 +232,7 @@ def lanes_and_splits(batch: int, window: int, kv_heads: int, group: int, head_di
     queries = power_of_two(group)
     lanes = max(1, min(TILE // (queries * 2 * power_of_two(head_dim // 2)), 64))
     rings, blocks = batch * kv_heads, power_of_two(-(-window // lanes))
-    wanted = max(power_of_two(-(-PROGRAMS // rings)), LEAST_SPLITS if rings <= ARRIVALS else 1)
+    wanted = power_of_two(-(-PROGRAMS // rings))
     return lanes, min(wanted, blocks, max(1, MOST_PARTS // queries))
 
 

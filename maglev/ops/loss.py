@@ -7,19 +7,20 @@ from torch.utils.checkpoint import checkpoint
 
 from maglev.ops.reference import softcap
 
-IGNORED = -1
+# padding, and a token that is read but has nothing to predict; every negative target costs nothing
+IGNORED, UNSCORED = -1, -2
 CHUNK_LOGITS = 2**25
 
 
 def chunk_nats(memory: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
     logits = softcap(F.linear(memory, weight), cap)
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+    return F.cross_entropy(logits, targets.clamp_min(IGNORED), ignore_index=IGNORED, reduction="none")
 
 
 def cross_entropy(
     memory: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_logits: int = CHUNK_LOGITS
 ) -> Tensor:
-    """Nats of every target; 0 where the target is -1. memory (..., D), weight (V, D), targets (...) -> (...)."""
+    """Nats of every target; 0 where the target is negative. memory (..., D), weight (V, D), targets (...) -> (...)."""
     flat, flat_targets = memory.flatten(0, -2), targets.flatten()
     weight = weight.to(memory.dtype)
     rows = max(1, chunk_logits // weight.shape[0])

@@ -10,43 +10,45 @@ from typing import Any
 
 from maglev import files
 from maglev.config import RunConfig, canonical_json
-from maglev.data.shards import TokenData, open_data
+from maglev.data.shards import open_data
 from maglev.errors import RequestError
-from maglev.evaluate.runs import check_tokenizer
 from maglev.recipes import run_config
-from maglev.runs import BAD_BATCHES, CONFIG, TOKENIZER, read_config
+from maglev.runs import BAD_BATCHES, CONFIG, RECALL, TOKENIZER, read_config
 from maglev.train import distributed
 from maglev.train.loop import Trainer, Watch
 from maglev.train.metrics import writing
 from maglev.train.signals import interruption
+from maglev.train.task import Task, Text
 
 # what may differ when a run is resumed: it changes where and how fast things are computed, at most their rounding
 FREE_ON_RESUME = {
     "device", "checkpoint_every", "keep_checkpoints", "validate_every", "validation_rows", "log_every",
     "tensorboard", "compile", "max_bad_steps", "threads", "rows_per_pass",
 }  # fmt: skip
+# what the tokens of a run mean; each kind of task has its own
+MEANINGS = (TOKENIZER, RECALL)
 
 
-def configure(recipe: str, depth: int, settings: dict[str, Any], data: TokenData) -> RunConfig:
-    """The vocabulary is the data's; a contradicting one is an error, not a silent choice."""
-    wanted = settings.get("model.vocab_size", data.vocab_size)
+def configure(recipe: str, depth: int, settings: dict[str, Any], task: Task) -> RunConfig:
+    """The vocabulary is the task's; a contradicting one is an error, not a silent choice."""
+    wanted = settings.get("model.vocab_size", task.vocab_size)
     config = run_config(recipe, depth, {**settings, "model.vocab_size": wanted})
-    if config.model.vocab_size != data.vocab_size:
+    if config.model.vocab_size != task.vocab_size:
         raise RequestError(
-            f"model.vocab_size is {config.model.vocab_size} and the tokenizer of {data.folder} has {data.vocab_size} "
+            f"model.vocab_size is {config.model.vocab_size} and the tokenizer of {task.source} has {task.vocab_size} "
             f"tokens; leave model.vocab_size away, or prepare the data with another tokenizer"
         )
     return config
 
 
-def claim_run(run: Path, config: RunConfig, data: TokenData, resume: bool, held: ExitStack) -> None:
+def claim_run(run: Path, config: RunConfig, task: Task, resume: bool, held: ExitStack) -> None:
     """Refuse a folder that is not this run's, and keep other processes out of it as long as `held` lasts."""
     if (run / CONFIG).exists():
         if not resume:
             raise RequestError(f"{run} holds a run already; add --resume to go on with it, or choose another --out")
         refuse_other_run(run, read_config(run), config)
-        if (run / TOKENIZER).exists():
-            check_tokenizer(run, data)
+        if any((run / name).exists() for name in MEANINGS):
+            task.check(run)
     elif run.exists() and not (run.is_dir() and is_unfinished_claim(run)):
         raise RequestError(f"{run} exists and is not a run folder; choose another --out")
     with writing(run):
@@ -56,11 +58,11 @@ def claim_run(run: Path, config: RunConfig, data: TokenData, resume: bool, held:
             files.remove_leftovers(folder)
 
 
-def begin_run(run: Path, config: RunConfig, data: TokenData) -> None:
+def begin_run(run: Path, config: RunConfig, task: Task) -> None:
     """Only now, when nothing in the request can be wrong any more: a refused one leaves no run behind."""
     with writing(run):
-        if not (run / CONFIG).exists() or not (run / TOKENIZER).exists():
-            data.tokenizer.save(run / TOKENIZER)
+        if not (run / CONFIG).exists() or not (run / task.file).exists():
+            task.save(run)
         if not (run / CONFIG).exists():
             files.write_json(run / CONFIG, config.to_dict())
 
@@ -86,7 +88,7 @@ def sole_writer(run: Path) -> Iterator[None]:
 def is_unfinished_claim(run: Path) -> bool:
     """An empty folder, or what a kill between the first two files of a run leaves."""
     names = {path.name for path in run.iterdir()}
-    return all(name == TOKENIZER or name.startswith(files.TEMPORARY_PREFIX) for name in names)
+    return all(name in MEANINGS or name.startswith(files.TEMPORARY_PREFIX) for name in names)
 
 
 def refuse_other_run(run: Path, before: RunConfig, now: RunConfig) -> None:
@@ -109,7 +111,7 @@ def refuse_other_run(run: Path, before: RunConfig, now: RunConfig) -> None:
 
 def train(
     recipe: str,
-    data_folder: Path,
+    data: str | Path | Task,
     run: Path,
     watch: Watch,
     *,
@@ -117,25 +119,28 @@ def train(
     settings: dict[str, Any] | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Train to the end or to a signal; the summary says which. Under torchrun every rank calls this."""
+    """Train to the end or to a signal; the summary says which. Under torchrun every rank calls this.
+
+    `data` is the folder of a text, or a task of another kind.
+    """
     wanted = settings or {}
     ranks = distributed.start(str(wanted.get("train.device", "auto")))
 
-    def request() -> tuple[TokenData, RunConfig]:
-        data = open_data(data_folder)
-        return data, configure(recipe, depth, wanted, data)
+    def request() -> tuple[Task, RunConfig]:
+        task: Task = Text(open_data(data)) if isinstance(data, str | Path) else data
+        return task, configure(recipe, depth, wanted, task)
 
     with ExitStack() as held:
         held.callback(distributed.stop)
-        data, config = distributed.together(request)
+        task, config = distributed.together(request)
         distributed.all_agree(canonical_json(asdict(config)), "configuration")
-        distributed.all_agree(data.fingerprint, "data")
-        distributed.together(lambda: claim_run(run, config, data, resume, held) if ranks.is_main else None)
+        distributed.all_agree(task.fingerprint, "data")
+        distributed.together(lambda: claim_run(run, config, task, resume, held) if ranks.is_main else None)
         noted = held.enter_context(interruption())
-        trainer = distributed.together(lambda: Trainer(config, data, run, ranks, watch))
+        trainer = distributed.together(lambda: Trainer(config, task, run, ranks, watch))
         held.callback(trainer.close)
         trainer.load()
-        distributed.together(lambda: begin_run(run, config, data) if ranks.is_main else None)
+        distributed.together(lambda: begin_run(run, config, task) if ranks.is_main else None)
         trainer.start()
         for line in trainer.describe():
             watch.say(line)

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from maglev import checkpoint, files
 from maglev.config import LRTConfig, RunConfig
-from maglev.data.loader import IGNORED_TARGET, Batch, Loader
-from maglev.data.shards import TokenData
+from maglev.data.loader import Batch
 from maglev.errors import RequestError, WorkError
-from maglev.evaluate.bpb import bits_per_byte, documents_of
-from maglev.evaluate.memories import DEFAULT_PASSES, sources_of
+from maglev.evaluate.bpb import documents_of
 from maglev.model.accounting import objective_flops, training_steps
 from maglev.objectives.lrt import LRTObjective
 from maglev.objectives.maglev import MaglevObjective
@@ -33,6 +31,7 @@ from maglev.train.param_groups import build_param_groups
 from maglev.train.setup import build_for_training, compute_dtype, rows_of_step, rows_per_pass, start_from
 from maglev.train.signals import Interruption
 from maglev.train.speed import clock, matrix_rate
+from maglev.train.task import Task, Validation
 
 
 class Watch(Protocol):
@@ -71,11 +70,11 @@ class StepLosses:
 
 
 class Trainer:
-    def __init__(self, config: RunConfig, data: TokenData, run: Path, ranks: Ranks, watch: Watch) -> None:
-        self.config, self.data, self.run, self.ranks, self.watch = config, data, run, ranks, watch
+    def __init__(self, config: RunConfig, task: Task, run: Path, ranks: Ranks, watch: Watch) -> None:
+        self.config, self.task, self.run, self.ranks, self.watch = config, task, run, ranks, watch
         self.device = ranks.device
         self.steps = training_steps(config)
-        self.loader = Loader(data, "train", config.model.context, config.train.seed)
+        self.loader = task.rows(config.model.context, config.train.seed)
         self.validation = self.open_validation()
         self.rows = rows_of_step(config, ranks.world)
         self.rows_per_pass = rows_per_pass(config, self.rows, self.device)
@@ -96,14 +95,11 @@ class Trainer:
         self.metrics: MetricsLog | None = None
         self.matrix_rate = 0.0
 
-    def open_validation(self) -> Loader | None:
-        """Read once now: what is missing or damaged shall not show after hours."""
+    def open_validation(self) -> Validation | None:
         train = self.config.train
         if not (self.ranks.is_main and train.validate_every and train.validation_rows):
             return None
-        loader = Loader(self.data, "validation", self.config.model.context, seed=0)
-        loader.batch(range(min(train.validation_rows, loader.rows_per_epoch)))
-        return loader
+        return self.task.validation(self.config.model.context, train.validation_rows)
 
     def load(self) -> None:
         """Continue from the newest whole checkpoint, or begin, from another run's decoder if that is wished."""
@@ -116,7 +112,7 @@ class Trainer:
         if found is not None:
             self.restore(found)
         elif self.config.train.init_from:
-            kept = start_from(self.objective, Path(self.config.train.init_from), self.data, report)
+            kept = start_from(self.objective, Path(self.config.train.init_from), self.task, report)
             self.watch.say(f"decoder taken from {self.config.train.init_from}; {len(kept)} tensors start anew")
 
     def start(self) -> None:
@@ -147,7 +143,7 @@ class Trainer:
             ) from None
         if progress.data != self.loader.fingerprint:
             raise RequestError(
-                f"{self.run} was trained on other data than {self.data.folder}; resume it with the same data"
+                f"{self.run} was trained on other data than {self.task.source}; resume it with the same data"
             )
         self.objective.decoder.load_state_dict(found.tensors("decoder"))
         if isinstance(self.objective, MaglevObjective):
@@ -240,7 +236,7 @@ class Trainer:
 
     def accumulate(self, batch: Batch) -> tuple[StepLosses, int]:
         """Gradients of the mean over the global batch, a pass at a time; summed over ranks by the optimizer."""
-        mine = float((batch.targets != IGNORED_TARGET).sum())
+        mine = float((batch.targets >= 0).sum())
         everyone = distributed.sum_over_ranks([mine])[0]
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for first in range(0, self.rows, self.rows_per_pass):
@@ -248,7 +244,7 @@ class Trainer:
             tokens = torch.from_numpy(part.tokens).to(self.device, non_blocking=True)
             targets = torch.from_numpy(part.targets).to(self.device, non_blocking=True)
             losses = self.objective(tokens, targets, documents_of(part, self.config.data, self.device))
-            share = float((part.targets != IGNORED_TARGET).sum()) / max(everyone, 1.0)
+            share = float((part.targets >= 0).sum()) / max(everyone, 1.0)
             (losses.total * share).backward()
             means = torch.stack([losses.total, losses.next_token, losses.consistency])
             sums += means.detach().double() * share
@@ -299,29 +295,17 @@ class Trainer:
         return step % train.validate_every == 0 or step == self.steps
 
     def validate(self) -> None:
-        """Bits per byte by memory source on part of the validation split: what a user gets comes first."""
-        if self.metrics is None or self.validation is None:
+        """By memory source, on part of what was held back."""
+        validation, step = self.validation, self.progress.step
+        if self.metrics is None or validation is None:
             return
-        rows, remembers = self.config.train.validation_rows, self.memory_source != "none"
-        row: dict[str, Any] = {"kind": "validation", "step": self.progress.step}
         self.objective.eval()
-        for source in sources_of(self.objective):
-            result = bits_per_byte(
-                self.objective,
-                self.validation,
-                source,
-                self.data.tokenizer.token_byte_counts(),
-                passes=DEFAULT_PASSES,
-                rows=rows,
-                # stepping wants many rows and keeps little of each; a pass at once takes what training takes
-                rows_per_pass=rows if remembers and source == "recurrent" else self.rows_per_pass,
-                data=self.config.data,
-            )
-            row[f"bpb_{source}"] = result.value
+        values = validation.measure(self.objective, self.rows_per_pass, self.config.data)
         self.objective.train()
-        self.metrics.append(row)
-        values = ", ".join(f"{key[4:]} {value:.4f}" for key, value in row.items() if key.startswith("bpb_"))
-        self.watch.say(f"step {self.progress.step}: bits per byte {values}")
+        named = {f"{validation.metric}_{source}": value for source, value in values.items()}
+        self.metrics.append({"kind": "validation", "step": step} | named)
+        shown = ", ".join(f"{source} {value:.4f}" for source, value in values.items())
+        self.watch.say(f"step {step}: {validation.words} {shown}")
 
     def close(self) -> None:
         if self.metrics is not None:
@@ -331,9 +315,10 @@ class Trainer:
         """What a user should know before the first step."""
         recipe, depth, tokens = self.config.recipe, self.config.model.depth, self.config.train.tokens_per_step
         epochs = self.steps * tokens / self.loader.tokens_per_epoch
+        share = f"{epochs:.2f} passes over the data" if epochs else f"no row twice, of {self.task.source}"
         passes = self.rows // self.rows_per_pass
         return [
-            f"{recipe}, depth {depth}: {self.steps} steps of {tokens:,} tokens ({epochs:.2f} passes over the data), "
+            f"{recipe}, depth {depth}: {self.steps} steps of {tokens:,} tokens ({share}), "
             f"{passes} x {self.rows_per_pass} rows per rank on {self.device}",
             attention.describe(self.device.type) + self.exceptions(),
         ]

@@ -7,14 +7,13 @@ import torch
 
 from maglev.checkpoint import newest
 from maglev.config import RunConfig
-from maglev.data.shards import TokenData
 from maglev.errors import RequestError
-from maglev.evaluate.runs import check_tokenizer
 from maglev.model.accounting import decoder_flops, objective_flops
 from maglev.model.attention import Block
 from maglev.model.init import initialise
 from maglev.objectives import Objective, build_objective
 from maglev.runs import read_config
+from maglev.train.task import Task
 
 CPU_TOKENS_PER_PASS = 16_384
 # kept activations per token and layer, in widths: q, k, v, attention, two norms, MLP in and out, with room
@@ -74,7 +73,7 @@ def rows_per_pass(config: RunConfig, rows: int, device: torch.device) -> int:
     return max(divisor for divisor in range(1, rows + 1) if rows % divisor == 0 and divisor <= max(1, fits))
 
 
-def start_from(objective: Objective, run: Path, data: TokenData, report: Callable[[str], None]) -> list[str]:
+def start_from(objective: Objective, run: Path, task: Task, report: Callable[[str], None]) -> list[str]:
     """Copy another run's decoder into this one, and into a prefiller where names and shapes agree.
 
     Returns the names that the other run does not have: they keep their initial values.
@@ -89,7 +88,7 @@ def start_from(objective: Objective, run: Path, data: TokenData, report: Callabl
             )
     if source.windows != mine.windows:
         report(f"--init-from {run}: its windows are {set(source.windows)}, this run's are {set(mine.windows)}")
-    check_tokenizer(run, data)
+    task.check(run)
     checkpoint = newest(run, report)
     if checkpoint is None:
         raise RequestError(f"--init-from {run}: it has no checkpoint yet; let that run reach one first")

@@ -10,7 +10,6 @@ from maglev.bench.read import (
     largest_by_pass,
     measure_read,
     read_plan,
-    read_with_fixed_passes,
 )
 from maglev.errors import RequestError
 from maglev.inference.reading import read_
@@ -42,16 +41,6 @@ def test_until_settled_is_what_a_user_gets_and_fixed_passes_are_counted() -> Non
 
 
 @torch.inference_mode()
-def test_enough_fixed_passes_read_what_reading_reads() -> None:
-    decoder, tokens = contracting(), random_tokens(1, 50)
-    expected, state = decoder.initial_state(1), decoder.initial_state(1)
-    read_(decoder, tokens, expected)
-    report, changes = read_with_fixed_passes(decoder, tokens, state, 20, 22)
-    torch.testing.assert_close(state.memory, expected.memory, rtol=0, atol=1e-4)
-    assert torch.equal(state.position, expected.position) and report.passes == [20, 20, 20]
-    assert changes[0][0] == 1.0 and changes[0][-1] < 1e-6
-
-
 def test_flops_are_those_of_every_pass_over_its_chunk() -> None:
     decoder = contracting()
     assert chunks(50, 22) == [22, 22, 6]

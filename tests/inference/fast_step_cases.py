@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from maglev.inference import reading
 from maglev.inference.fast_step import BUCKETS, FastDecoder, GraphStepper
+from maglev.inference.reading import read_
 from maglev.model.decoder import Decoder
+from maglev.model.state import DecoderState, RingCache
 from maglev.ops import fused_decode, fused_product, fused_ring
 from tests.helpers import random_tokens, small
-from tests.inference.test_fast_step import RECIPES, follow, ragged_state, tiny
+from tests.inference.test_fast_step import RECIPES, assert_same, follow, ragged_state, tiny
 from tests.kernel_cases import DEVICE, INTERPRETED, round_like_the_gpu
 
 if INTERPRETED:
@@ -21,7 +24,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setattr(fused_product, "VECTOR_ROWS", 64)
     monkeypatch.setattr(fused_ring, "PROGRAMS", 1)
-    monkeypatch.setattr(fused_ring, "LEAST_SPLITS", 1)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,21 @@ def test_equals_the_decoder_where_the_window_is_split(monkeypatch: pytest.Monkey
 def test_equals_the_decoder_where_the_products_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_decode, "LARGEST_FUSED_BATCH", 1)
     follow(tiny("maglev-shared-0.1", DEVICE), "triton", batch=2, steps=8, bound=1e-4)
+
+
+def test_reading_equals_the_decoder_s_own() -> None:
+    """Two sequences that have read 3 and 14 tokens before, by chunks and every fourth position at a time."""
+    decoder = tiny("maglev-shared-0.1", DEVICE, kv_heads=1)
+    state = decoder_rows(ragged_state(decoder), slice(1, 3))
+    expected, tokens = state.clone(), random_tokens(2, 21, seed=5).to(DEVICE)
+    read_(FastDecoder(decoder, "triton"), tokens, state, chunk=11, passes=3)
+    read_(decoder, tokens, expected, chunk=11, passes=3)
+    assert_same(state, expected, 1e-4)
+
+
+def decoder_rows(state: DecoderState, rows: slice) -> DecoderState:
+    caches = [RingCache(cache.key[rows].clone(), cache.value[rows].clone()) for cache in state.caches]
+    return DecoderState(caches, state.memory[rows].clone(), state.position[rows].clone())
 
 
 class GraphCases:
@@ -73,6 +90,20 @@ class GraphCases:
         stepper.step(token.repeat(4))
         stepper.begin(fast.initial_state(1))
         assert torch.equal(stepper.step(token), before)
+
+    def test_recorded_passes_equal_the_decoder_s_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two prompts, several chunks each, so that recordings meet other tokens and another past."""
+        monkeypatch.setattr(reading, "SMALLEST_RECORDED", 1)
+        for recipe in ("maglev-shared-0.1", "swa-ssss"):
+            decoder = tiny(recipe, DEVICE)
+            fast = FastDecoder(decoder)
+            for seed, rows in ((1, 1), (2, 1), (3, 2)):
+                tokens = random_tokens(rows, 40, seed=seed).to(DEVICE)
+                state, expected = fast.initial_state(rows), decoder.initial_state(rows)
+                read_(fast, tokens, state, chunk=11, passes=4)
+                assert fast.recorded_passes is not None
+                read_(decoder, tokens, expected, chunk=11, passes=4)
+                assert_same(state, expected, 1e-4)
 
     def test_greedy_goes_on_by_itself(self) -> None:
         fast = FastDecoder(tiny("maglev-shared-0.1", DEVICE))

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maglev.inference.reading import default_chunk, read_
+from maglev.inference.fast_step import FastDecoder
+from maglev.inference.reading import default_chunk, one_pass, read_
 from maglev.inference.state import State, load_state
+from maglev.model.chunk import ChunkPass
 from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
 from maglev.model.state import DecoderState
@@ -57,6 +59,7 @@ CASES = st.fixed_dictionaries(
         "length": st.integers(1, 60),
         "before": st.tuples(st.integers(0, 20), st.integers(0, 20)),
         "chunk": st.sampled_from([None, 1, 5, 16, 100]),
+        "stride": st.sampled_from([1, 2, 4, 7]),
     }
 )
 
@@ -73,8 +76,12 @@ def test_every_way_to_compute_a_state_gives_the_same_one(case: dict, tmp_path_fa
     ragged = DecoderState.join(alone)
     expected = stepped(decoder, tokens, ragged)
     read = ragged.clone()
-    report = read_(decoder, tokens, read, chunk=case["chunk"])
+    report = read_(decoder, tokens, read, chunk=case["chunk"], stride=case["stride"])
     assert_same_state(read, expected, bound)
+    # the same on what the kernels compute
+    twin = ragged.clone()
+    read_(FastDecoder(decoder, "torch"), tokens, twin, chunk=case["chunk"], stride=case["stride"])
+    assert_same_state(twin, expected, bound)
     assert report.tokens == case["length"] and len(report.passes) >= 1
     for row, state in enumerate(alone):
         assert_same_state(expected.row(row), stepped(decoder, tokens[row : row + 1], state), bound)
@@ -102,7 +109,7 @@ def test_settles_in_few_passes_where_the_map_contracts() -> None:
     decoder = contracting("maglev-shared-0.1", torch.float32)
     report = read_(decoder, random_tokens(1, 200), decoder.initial_state(1))
     assert report.stepped == 0
-    assert max(report.passes) < default_chunk(decoder)
+    assert max(report.passes) < default_chunk(decoder.config)
 
 
 def test_a_chunk_that_does_not_settle_is_finished_by_stepping() -> None:
@@ -119,20 +126,45 @@ def test_a_chunk_that_does_not_settle_is_finished_by_stepping() -> None:
     torch.testing.assert_close(memory, state.memory, rtol=0, atol=1e-9)
 
 
-def test_positions_up_to_the_number_of_passes_are_exact_whatever_the_weights() -> None:
+@pytest.mark.parametrize("stride", [1, 2, 4, 50])
+def test_positions_up_to_the_number_of_passes_are_exact_whatever_the_weights(stride: int) -> None:
     decoder = small("maglev-shared-0.1", scale=4.0).decoder
     tokens = random_tokens(2, 40)
     expected = step_through(decoder, tokens)
-    memory = torch.zeros_like(expected)
+    chunk, memory = ChunkPass(decoder, tokens, decoder.initial_state(2)), torch.zeros_like(expected)
     for passes in range(1, 6):
         with torch.no_grad():
-            memory = decoder(tokens, shift_right(memory))
+            memory = one_pass(chunk, memory, 1 if passes == 1 else stride)
         torch.testing.assert_close(memory[:, :passes], expected[:, :passes], rtol=0, atol=1e-11)
+
+
+def test_taking_the_newest_memories_settles_in_fewer_passes() -> None:
+    """After as many passes, every `stride`-th position at a time is nearer to the stepped memories than all at once."""
+    decoder = small("maglev-shared-0.1", scale=0.8).decoder
+    tokens = random_tokens(1, 120)
+    expected = step_through(decoder, tokens)
+    errors = []
+    for stride in (1, 4):
+        chunk, memory = ChunkPass(decoder, tokens, decoder.initial_state(1)), torch.zeros_like(expected)
+        with torch.no_grad():
+            for number in range(8):
+                memory = one_pass(chunk, memory, stride if number else 1)
+        errors.append(float((memory - expected).norm()))
+    assert errors[1] < errors[0] / 2
+
+
+def test_fixed_passes_are_taken_and_their_changes_told() -> None:
+    decoder = contracting("maglev-shared-0.1", torch.float64)
+    tokens, state = random_tokens(1, 60), decoder.initial_state(1)
+    report = read_(decoder, tokens, state, passes=30, chunk=22)
+    assert report.passes == [30, 30, 30] and report.stepped == 0 and [len(each) for each in report.changes] == [30] * 3
+    assert all(each[-1] < 1e-12 < each[2] for each in report.changes)
+    assert_same_state(state, stepped(decoder, tokens, decoder.initial_state(1)), 1e-8)
 
 
 def test_default_chunk_is_as_far_as_one_pass_carries() -> None:
     decoder = small("maglev-shared-0.1").decoder
-    assert default_chunk(decoder) == 3 * 7 + 1
+    assert default_chunk(decoder.config) == 3 * 7 + 1
 
 
 def test_reading_leaves_no_trace_of_the_prompt_in_the_state_size(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     fused_product.batch_tile.cache_clear()
     monkeypatch.setattr(fused_product, "PROGRAMS", 8)
     monkeypatch.setattr(fused_ring, "PROGRAMS", 1)
-    monkeypatch.setattr(fused_ring, "LEAST_SPLITS", 1)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -204,6 +203,61 @@ def test_rings_agree_at_any_filling_whatever_unused_slots_hold(name: str) -> Non
         operation = ring_operation(case, positions, arrivals, blocks_of=8)
         agree(operation)
         assert not arrivals.any()
+    at_most_twice_the_error_of_plain_bfloat16(operation)
+
+
+class Span(NamedTuple):
+    window: int = 8
+    kv_heads: int = 2
+    group: int = 1
+    head_dim: int = 16
+    memory: bool = True
+    length: int = 30
+    stride: int = 1
+    padding: int = 0
+
+
+SPANS = {
+    "plain": Span(),
+    "without memory": Span(memory=False),
+    "window of one": Span(window=1),
+    "every third": Span(stride=3),
+    "grouped": Span(group=3, kv_heads=1, head_dim=32, stride=2),
+    "odd head": Span(head_dim=12, window=5),
+    "longer than a block": Span(length=70, window=50, padding=4),
+    "all keys": Span(length=20, window=64),
+}
+
+
+def span_operation(case: Span, first: int) -> Operation:
+    """Two sequences, the second one with empty slots in front; every `stride`-th position, from the `first` on."""
+    batch, heads, history = 2, case.kv_heads * case.group, case.window - 1
+    queries = range(history + first, history + case.length, case.stride)
+    rows = batch * len(queries)
+    width = (heads + 2 * case.kv_heads) * case.head_dim + 2 * case.kv_heads * case.memory + case.padding
+    projected, memory = numbers(rows, width), numbers(rows, 2 * case.kv_heads * case.head_dim, seed=1)
+    spans = [numbers(batch, history + case.length, case.kv_heads, case.head_dim, seed=seed) for seed in (2, 3)]
+    angles = numbers(rows, case.head_dim // 2, seed=4)
+    empty = torch.tensor([0, history // 2], device=DEVICE)
+
+    def operation(ops: object, dtype: torch.dtype) -> list[Tensor]:
+        key, value = (span.to(torch.bfloat16).to(dtype) for span in spans)
+        own = [tensor.to(torch.bfloat16).to(dtype) for tensor in (projected, memory)]
+        out = ops.chunk_attend(  # type: ignore[attr-defined]
+            own[0], own[1] if case.memory else None, key, value, empty, queries, case.window,
+            angles.cos(), angles.sin(), heads,
+        )  # fmt: skip
+        return [out, key, value]
+
+    return operation
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_spans_agree(name: str) -> None:
+    case = SPANS[name]
+    for first in range(case.stride):
+        operation = span_operation(case, first)
+        agree(operation)
     at_most_twice_the_error_of_plain_bfloat16(operation)
 
 

@@ -208,7 +208,7 @@ def test_validation_changes_nothing_and_comes_after_the_checkpoint(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("maglev.train.loop.bits_per_byte", crash)
+        patch.setattr("maglev.train.task.bits_per_byte", crash)
         with pytest.raises(MemoryError):
             train(recipe, data, tmp_path / "crashed", FAST | {"train.validate_every": 4})
     assert [step for step, _ in checkpoint.list_checkpoints(tmp_path / "crashed")] == [2, 4]

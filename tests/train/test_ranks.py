@@ -154,7 +154,7 @@ def fail(*arguments, **named):
     [
         (FULL + "from maglev import checkpoint\ncheckpoint.write = full", "could not save checkpoint"),
         (FULL + "from maglev.train.metrics import Appender\nAppender.write = full", "No space left"),
-        (NO_MEMORY + "from maglev.train import loop\nloop.bits_per_byte = fail", "out of memory"),
+        (NO_MEMORY + "from maglev.train import task\ntask.bits_per_byte = fail", "out of memory"),
     ],
 )
 def test_trouble_of_rank_0_ends_the_others_at_once(

@@ -1,0 +1,184 @@
+"""Train recipes on the recall task, several at a time on one device, and measure each in closed loop.
+
+    PYTHONPATH=. python3 benchmarks/recall.py swa-ssss "maglev-shared-0.1 objective.consistency_weight=0.5" \\
+        --seeds 0 1 2 --jobs 4 --steps 2000 --out recall.json
+
+An experiment is a recipe with settings and options of its own, as in "lrt-ssss objective.passes=3 --pairs=8
+--rates=0.5"; `--settings` and the options below hold for all of them. Each is a process that runs
+`maglev eval recall`, so what is measured is what a user gets. One that fails is named in the table and does not stop
+the others; `--keep DIR` keeps runs and logs. A table comes last, then one line of JSON.
+
+What costs, at the default size. Measured on one CPU core that others used too: 64 rows are made in 3 to 5 ms, serially
+before every step; a step of the decoder takes 3 ms for 1 row, 14 for 64, 52 for 256, so its launches alone are some
+3 ms; forward and backward go at 2,100 (SWA), 900 (Maglev) and 580 (LRT) tokens/s, so that a CPU is for toy sizes. What
+follows for a GPU, and was not measured: it waits for the host in every single process, and two or more at a time fill
+the gaps. Processes share the compiler's cache on disk, but those that start together all compile: `--stagger` seconds
+apart the first one's kernels are there for the others.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from maglev import files  # noqa: E402
+from maglev.evaluate.recall_results import add_rows  # noqa: E402
+
+
+class Experiment:
+    """One (recipe, settings, seed) and the process that works on it."""
+
+    def __init__(self, words: str, seed: int, arguments: argparse.Namespace, number: int, work: Path) -> None:
+        recipe, *own = words.split()
+        self.words, self.seed = words, seed
+        self.run = work / f"{number:03d}-{recipe}-seed{seed}"
+        command = [sys.executable, "-m", "maglev", "eval", "recall", recipe, "--json", "--out", str(self.run)]
+        command += ["--seed", str(seed)]
+        for name in ("steps", "depth", "window", "context", "pairs", "variant", "query_share", "spread", "rows"):
+            value = getattr(arguments, name)
+            command += [] if value is None else ["--" + name.replace("_", "-"), str(value)]
+        command += ["--keys", str(arguments.keys), "--values", str(arguments.values), "--device", arguments.device]
+        settings = [*arguments.settings, *(word for word in own if not word.startswith("-"))]
+        self.command = [*command, *(word for setting in settings for word in ("--set", setting))]
+        # the last of two options counts
+        self.command += [word for word in own if word.startswith("-")]
+        self.process: subprocess.Popen[bytes] | None = None
+        self.began = self.ended = 0.0
+        self.stopped = False
+
+    def start(self) -> None:
+        self.began = time.monotonic()
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        # one thread each: the processes share the cores, and the compiler brings workers of its own
+        own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4"} | os.environ | own
+        with open(f"{self.run}.json", "wb") as out, open(f"{self.run}.log", "wb") as log:
+            self.process = subprocess.Popen(self.command, stdout=out, stderr=log, env=environment)
+
+    def finished(self) -> bool:
+        assert self.process is not None
+        if self.process.poll() is None:
+            return False
+        self.ended = time.monotonic()
+        return True
+
+    def stop(self) -> None:
+        """A run that is told to stop saves what it has."""
+        if self.process is not None and not self.stopped:
+            self.process.terminate()
+        self.stopped = True
+
+    def never_begun(self) -> dict[str, Any]:
+        report = {"experiment": self.words, "seed": self.seed, "status": -1, "seconds": 0.0}
+        return report | {"error": "there was no time left for it", "rows": []}
+
+    def result(self) -> dict[str, Any]:
+        assert self.process is not None
+        status = self.process.returncode
+        report: dict[str, Any] = {"experiment": self.words, "seed": self.seed, "status": status}
+        report["seconds"] = round(self.ended - self.began, 1)
+        if status:
+            lines = Path(f"{self.run}.log").read_text(errors="replace").splitlines()
+            error = "stopped at the limit" if self.stopped else lines[-1] if lines else ""
+            return report | {"error": error, "rows": []}
+        return report | json.loads(Path(f"{self.run}.json").read_bytes())
+
+
+def work_through(
+    experiments: list[Experiment], jobs: int, stagger: float, limit: float, out: Path | None
+) -> list[dict[str, Any]]:
+    """At most `jobs` at a time, in their order; the file grows with each that ends. After `limit` seconds all stop."""
+    waiting, running = list(experiments), []
+    began, last = time.monotonic(), -stagger
+    results: dict[int, dict[str, Any]] = {}
+    try:
+        while waiting or running:
+            if limit and time.monotonic() - began > limit:
+                waiting.clear()
+                for experiment in running:
+                    experiment.stop()
+            if waiting and len(running) < jobs and time.monotonic() - last >= stagger:
+                running.append(waiting.pop(0))
+                running[-1].start()
+                last = time.monotonic()
+                continue
+            for experiment in [each for each in running if each.finished()]:
+                running.remove(experiment)
+                found = experiment.result()
+                results[id(experiment)] = found
+                state = found.get("error") or f"recurrent {found['recall_recurrent']:.3f} beyond 1 x"
+                print(f"{found['experiment']} seed {found['seed']}: {state}, {found['seconds']} s", flush=True)
+                if out is not None and found["rows"]:
+                    add_rows(out, found["rows"])
+            time.sleep(0.2)
+    finally:
+        for experiment in running:
+            experiment.stop()
+    return [results.get(id(each)) or each.never_begun() for each in experiments]
+
+
+def print_table(results: list[dict[str, Any]]) -> None:
+    distances = list(dict.fromkeys(row["distance"] for result in results for row in result["rows"]))
+    distances.sort(key=lambda label: int(label.split("-")[0]))
+    width = max(len(result["experiment"]) for result in results)
+    print(f"\n{'experiment':{width}} seed memory    " + "".join(f"{label:>7}" for label in distances) + " seconds")
+    for result in results:
+        head = f"{result['experiment']:{width}} {result['seed']:4}"
+        if result["status"]:
+            print(f"{head} failed: {result['error']}")
+        for source in dict.fromkeys(row["memory"] for row in result["rows"]):
+            cells = {row["distance"]: row["accuracy"] for row in result["rows"] if row["memory"] == source}
+            shown = "".join(f"{cells[label]:7.3f}" if label in cells else " " * 7 for label in distances)
+            print(f"{head} {source:9} {shown} {result['seconds']:7.0f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiments", nargs="+", metavar="'RECIPE [KEY=VALUE]...'")
+    parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="for all experiments")
+    parser.add_argument("--set", action="append", dest="settings", metavar="KEY=VALUE", help="the same, one at a time")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--stagger", type=float, default=0.0, help="seconds between two starts")
+    parser.add_argument("--limit", type=float, default=0.0, help="seconds after which what is left is stopped")
+    for name in ("steps", "depth", "window", "context", "pairs", "rows"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--variant")
+    parser.add_argument("--query-share", type=float)
+    parser.add_argument("--spread")
+    parser.add_argument("--keys", type=int, default=32)
+    parser.add_argument("--values", type=int, default=32)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, help="a JSON file to add the rows to")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="where runs and logs stay; else they are removed")
+    arguments = parser.parse_args()
+    # told to stop, leave as by an error: no process stays behind
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        work = arguments.keep or Path(name)
+        work.mkdir(parents=True, exist_ok=True)
+        wanted = [(words, seed) for seed in arguments.seeds for words in arguments.experiments]
+        experiments = [Experiment(*each, arguments, number, work) for number, each in enumerate(wanted)]
+        results = work_through(experiments, max(1, arguments.jobs), arguments.stagger, arguments.limit, arguments.out)
+        if arguments.keep:
+            files.write_json(work / "results.json", results)
+    print_table(results)
+    rows = [row for result in results for row in result["rows"]]
+    told = ("experiment", "seed", "status", "seconds", "error")
+    runs = [{key: result[key] for key in told if key in result} for result in results]
+    print(json.dumps({"runs": runs, "rows": rows, "seconds": round(time.monotonic() - began, 1)}))
+    return 1 if any(run["status"] for run in runs) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

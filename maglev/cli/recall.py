@@ -1,0 +1,269 @@
+"""`maglev eval recall`: train a recipe on the recall task, or take a run that was, and measure it by distance."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from maglev.cli.output import console, emit, progress, say
+from maglev.cli.train import watching
+from maglev.errors import RequestError
+
+if TYPE_CHECKING:
+    from maglev.config import RunConfig
+    from maglev.data.recall import RecallConfig
+
+STEPS, DEPTH, WINDOW, CONTEXT = 2000, 4, 16, 1024
+ROWS_PER_STEP = 64
+# what these say is where and how a run goes, not what it is
+UNTOLD = {"train.device", "train.tensorboard", "train.threads", "train.rows_per_pass", "train.compile"}
+UNTOLD |= {f"train.{name}" for name in ("checkpoint_every", "validate_every", "validation_rows", "log_every")}
+
+
+def recall(
+    run_or_recipe: Annotated[
+        str,
+        typer.Argument(metavar="RUN_OR_RECIPE", help="A recipe to train on the task, or a run that was trained on it."),
+    ],
+    steps: Annotated[int | None, typer.Option("--steps", help=f"Training steps. [default: {STEPS}]")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of weights and rows. [default: 0]")] = None,
+    depth: Annotated[int | None, typer.Option("--depth", help=f"Layers. [default: {DEPTH}]")] = None,
+    window: Annotated[int | None, typer.Option("--window", help=f"W of sliding layers. [default: {WINDOW}]")] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", help=f"Tokens of a row. [default: {CONTEXT}, or the run's]")
+    ] = None,
+    pairs: Annotated[int | None, typer.Option("--pairs", help="Pairs to remember. [default: 4, or the run's]")] = None,
+    variant: Annotated[
+        str | None, typer.Option("--variant", help="pairs, overwrite or copy. [default: pairs, or the run's]")
+    ] = None,
+    query_share: Annotated[
+        float | None,
+        typer.Option("--query-share", help="Share of places with a question. [default: 0.75, or the run's]"),
+    ] = None,
+    spread: Annotated[
+        str | None, typer.Option("--spread", help="Questions by distance: even or log. [default: even, or the run's]")
+    ] = None,
+    keys: Annotated[int | None, typer.Option("--keys", help="Different keys. [default: 32]")] = None,
+    values: Annotated[int | None, typer.Option("--values", help="Different values. [default: 32]")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of a recipe.")
+    ] = None,
+    rates: Annotated[float | None, typer.Option("--rates", help="All learning rates times this. [default: 1]")] = None,
+    rows: Annotated[int, typer.Option("--rows", help="Rows to measure on.")] = 256,
+    passes: Annotated[int | None, typer.Option("--passes", help="Of refined memories. [default: 3]")] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="RUN", help="The run folder of a recipe; one begun there goes on.")
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option("--results", metavar="FILE", help="A JSON file to add the rows to.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Of all rows of FILE. [default: RUN/recall.svg]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+) -> None:
+    """Recall beyond the window, by distance and memory source.
+
+    The defaults are for a GPU; a CPU does '--depth 2 --window 8 --context 64 --steps 600' in a minute or two.
+    """
+    from maglev.data.recall import RecallConfig
+    from maglev.recipes import RECIPES
+    from maglev.train.distributed import read_place
+
+    for name, number in (("--rows", rows), ("--passes", 1 if passes is None else passes)):
+        if number < 1:
+            raise RequestError(f"{name} is {number}; it must be at least 1")
+    asked: dict[str, Any] = {"variant": variant, "pairs": pairs, "query_share": query_share, "spread": spread}
+    asked |= {"keys": keys, "values": values}
+    task_changes = {name: value for name, value in asked.items() if value is not None}
+    is_recipe = run_or_recipe in RECIPES or not (Path(run_or_recipe).exists() or os.sep in run_or_recipe)
+    if is_recipe:
+        task = RecallConfig(**task_changes)
+        numbers = {"depth": depth, "steps": steps, "seed": seed, "window": window, "context": context}
+        run = train_on(run_or_recipe, task, numbers, rates, settings or [], device, out)
+        if read_place(os.environ)[0]:
+            return
+    else:
+        training: dict[str, Any] = {"steps": steps, "seed": seed, "depth": depth, "window": window, "keys": keys}
+        training |= {"values": values, "rates": rates, "set": settings or None, "out": out}
+        for name, given in training.items():
+            if given is not None:
+                raise RequestError(f"{run_or_recipe} is a run and only measured; leave --{name} away")
+        run = Path(run_or_recipe)
+    if results is not None:
+        from maglev.evaluate.recall_results import read_rows
+
+        read_rows(results)
+    value = measure(run, {} if is_recipe else task_changes, None if is_recipe else context, rows, passes, device)
+    emit(write_down(value, run, results, plot), as_json, render)
+
+
+def default_settings(context: int, window: int, steps: int, seed: int, tokens_per_step: int = 0) -> dict[str, Any]:
+    """Of the task. Rates of a recipe are given for 524,288 tokens per step and shrink with the root of it; here they
+    are meant as they stand, and smaller: with those of text the lifted memories stay at one in `pairs`."""
+    from maglev.train.param_groups import REFERENCE_TOKENS_PER_STEP
+
+    tokens = tokens_per_step or ROWS_PER_STEP * context
+    whole = (REFERENCE_TOKENS_PER_STEP / tokens) ** 0.5
+    return {
+        "model.context": context,
+        "model.window": window,
+        "train.steps": steps,
+        "train.seed": seed,
+        "train.tokens_per_step": tokens,
+        "train.checkpoint_every": max(1, steps),
+        "train.validate_every": 0,
+        "train.log_every": max(1, steps // 200),
+        "train.tensorboard": "false",
+        "optimizer.matrix_lr": 0.006 * whole,
+        "optimizer.embedding_lr": 0.1 * whole,
+        "optimizer.readout_lr": 0.0012 * whole,
+        "optimizer.gate_lr": 0.0012 * whole,
+        "optimizer.residual_scale_lr": 0.0015 * whole,
+        "optimizer.input_scale_lr": 0.006 * whole,
+        "optimizer.weight_decay": 0.01,
+        "optimizer.warmup_steps": 20,
+    }
+
+
+def train_on(
+    recipe: str,
+    task: "RecallConfig",
+    numbers: dict[str, int | None],
+    rates: float | None,
+    assignments: list[str],
+    device: str,
+    out: Path | None,
+) -> Path:
+    """To the end; the run folder then. What was begun there goes on, what is finished is left as it is."""
+    from maglev.config import parse_assignments, parse_value
+    from maglev.train import launch
+    from maglev.train.distributed import SaidElsewhere, read_place
+    from maglev.train.task import Recall
+
+    defaults = {"depth": DEPTH, "steps": STEPS, "seed": 0, "window": WINDOW, "context": CONTEXT}
+    chosen = {name: defaults[name] if value is None else value for name, value in numbers.items()}
+    for name in ("context", "steps", "depth"):
+        if chosen[name] < 1:
+            raise RequestError(f"--{name} is {chosen[name]}; it must be at least 1")
+    if rates is not None and not 0 < rates < float("inf"):
+        raise RequestError(f"--rates is {rates}; it must be above 0")
+    given: dict[str, Any] = dict(parse_assignments(assignments))
+    for name, key in (("context", "model.context"), ("window", "model.window"), ("depth", "model.depth")):
+        if key in given:
+            raise RequestError(f"--set {key} is --{name} here; use that")
+    key = "train.tokens_per_step"
+    tokens = parse_value(key, given.get(key, 0), int)
+    if tokens < 0:
+        raise RequestError(f"{key} is {tokens}; it must be at least 1")
+    depth = chosen.pop("depth")
+    settings = default_settings(**chosen, tokens_per_step=tokens) | {"train.device": device}
+    settings |= {key: value * (rates or 1) for key, value in settings.items() if key.endswith("_lr")} | given
+    run = out or Path("runs") / f"recall-{recipe}-{task.variant}-{task.pairs}-seed{chosen['seed']}"
+    rank = read_place(os.environ)[0]
+    try:
+        with watching(recipe, rank) as watch:
+            summary = launch.train(recipe, Recall(task), run, watch, depth=depth, settings=settings, resume=True)
+    except SaidElsewhere as error:
+        raise typer.Exit(error.status) from None
+    if summary["signal"]:
+        if rank == 0:
+            say("go on with the same command")
+        raise typer.Exit(128 + summary["signal"])
+    return run
+
+
+def measure(
+    run: Path, task_changes: dict[str, Any], context: int | None, count: int, passes: int | None, device: str
+) -> dict[str, Any]:
+    """Every memory source that the run has; the task may be asked otherwise than in training, in the same tokens."""
+    from maglev.data.recall import RecallRows
+    from maglev.evaluate.memories import DEFAULT_PASSES
+    from maglev.evaluate.recall import plain_reach, recall_sources
+    from maglev.evaluate.recall import recall as measure_recall
+    from maglev.evaluate.recall_results import result_rows
+    from maglev.evaluate.runs import load_objective, read_recall
+    from maglev.runs import read_config, read_metrics
+    from maglev.train.distributed import resolve_device
+
+    read_config(run)
+    task = dataclasses.replace(read_recall(run), **task_changes)
+    config, objective, step = load_objective(run, resolve_device(device, setting="--device"), say)
+    rows = RecallRows(task, "validation", context or config.model.context, seed=0)
+    found = []
+    with progress("rows") as meter:
+        for source in recall_sources(objective):
+
+            def show(done: int, total: int, stage: str = f"recall, {source}") -> None:
+                meter.update(stage, done, total)
+
+            number = DEFAULT_PASSES if passes is None else passes
+            found.append(measure_recall(objective, rows, source, passes=number, count=count, progress=show))
+    seconds = next((row["seconds"] for row in reversed(read_metrics(run)) if row["kind"] == "train"), 0.0)
+    table = result_rows(
+        config, task, rows.context, found, steps=step, seconds=seconds, settings=changed_settings(config)
+    )
+    facts = {"run": str(run), "recipe": config.recipe, "seed": config.train.seed, "step": step}
+    facts |= {"task": task.to_dict(), "context": rows.context, "window": config.model.window}
+    facts |= {"depth": config.model.depth, "reach": plain_reach(config.model), "chance": task.chance}
+    return facts | {f"recall_{result.source}": result.beyond_reach for result in found} | {"rows": table}
+
+
+def changed_settings(config: "RunConfig") -> dict[str, Any]:
+    """In what the run differs from its recipe on this task."""
+    from maglev.config import setting_values
+    from maglev.recipes import RECIPES, run_config
+
+    if config.recipe not in RECIPES:
+        return {}
+    model, train = config.model, config.train
+    defaults = default_settings(model.context, model.window, train.steps, train.seed, train.tokens_per_step)
+    whole = default_settings(model.context, model.window, train.steps, train.seed)
+    plain = run_config(config.recipe, model.depth, defaults | {"model.vocab_size": model.vocab_size})
+    usual = setting_values(plain) | {"train.tokens_per_step": whole["train.tokens_per_step"]}
+    return {
+        key: value for key, value in setting_values(config).items() if key not in UNTOLD and value != usual.get(key)
+    }
+
+
+def write_down(value: dict[str, Any], run: Path, results: Path | None, plot: Path | None) -> dict[str, Any]:
+    from maglev.evaluate.recall_results import add_rows, draw_rows
+
+    rows = add_rows(results, value["rows"]) if results is not None else value["rows"]
+    place = plot or run / "recall.svg"
+    try:
+        draw_rows(place, rows if plot else value["rows"])
+    except RequestError as error:
+        if plot:
+            raise
+        say(str(error))
+        return value | {"plot": None}
+    return value | {"plot": str(place)}
+
+
+def render(value: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    rows, task = value["rows"], value["task"]
+    sources = list(dict.fromkeys(row["memory"] for row in rows))
+    cells = {(row["distance"], row["memory"]): row for row in rows}
+    out = console()
+    out.print(
+        f"{value['run']} ({value['recipe']}, step {value['step']}, seed {value['seed']}): {task['variant']}, "
+        f"{task['pairs']} pairs, context {value['context']}, plain reach {value['reach']}, "
+        f"chance {value['chance']:.3f}"
+    )
+    passes = next((row["passes"] for row in rows if row["passes"]), None)
+    names = [f"{source} ({passes} passes)" if source == "refined" else source for source in sources]
+    table = Table("distance / reach", "questions", *names)
+    for distance in dict.fromkeys(row["distance"] for row in rows):
+        own = [cells[distance, source] for source in sources]
+        table.add_row(distance, f"{own[0]['items']:,}", *(f"{row['accuracy']:.3f}" for row in own))
+    beyond = [value[f"recall_{source}"] for source in sources]
+    table.add_row("beyond 1", "", *(f"{number:.3f}" for number in beyond), style="bold")
+    out.print(table)
+    if value["plot"]:
+        out.print(f"plot: {value['plot']}", markup=False)

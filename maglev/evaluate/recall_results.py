@@ -1,0 +1,141 @@
+"""Rows of recall: one per distance and memory source, kept in a JSON file, drawn as a figure."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maglev import files
+from maglev.config import RunConfig
+from maglev.data.recall import RecallConfig
+from maglev.errors import RequestError
+from maglev.evaluate.figures import LINE, LINE_STYLES, SIZE, colours
+from maglev.model.accounting import objective_flops
+
+if TYPE_CHECKING:
+    # which brings torch; what reads and draws rows does without
+    from maglev.evaluate.recall import RecallResult
+
+Row = dict[str, Any]
+# what was found; all else says what was measured
+MEASURED = {"accuracy", "items", "training_seconds"}
+
+
+def result_rows(
+    config: RunConfig,
+    task: RecallConfig,
+    context: int,
+    results: "Sequence[RecallResult]",
+    *,
+    steps: int,
+    seconds: float,
+    settings: dict[str, Any],
+) -> list[Row]:
+    """`settings` are those in which the run differs from its recipe's defaults."""
+    facts: Row = {"recipe": config.recipe, "variant": task.variant, "pairs": task.pairs, "chance": task.chance}
+    facts |= {"query_share": task.query_share, "spread": task.spread, "context": context}
+    facts |= {"depth": config.model.depth, "width": config.model.width, "window": config.model.window}
+    facts |= {"seed": config.train.seed, "steps": steps, "settings": settings}
+    facts["training_flops"] = round(3 * objective_flops(config) * config.train.tokens_per_step * steps)
+    facts["training_seconds"] = round(seconds, 1)
+    return [
+        facts
+        | {"memory": result.source, "passes": result.passes, "distance": bucket.label}
+        | {"accuracy": round(bucket.accuracy, 5), "items": bucket.items}
+        for result in results
+        for bucket in result.buckets
+    ]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """None where there is no file yet."""
+    if not path.exists():
+        return []
+    try:
+        rows = json.loads(path.read_bytes())["rows"]
+        assert isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError):
+        raise RequestError(f"{path} is not a file of recall results; choose another --results") from None
+    return rows
+
+
+def add_rows(path: Path, rows: Sequence[Row]) -> list[Row]:
+    """Into the file; a row that measures the same again takes the old one's place. All of the file's rows then."""
+    merged = {identity(row): row for row in (*read_rows(path), *rows)}
+    files.write_json(path, {"rows": list(merged.values())})
+    return list(merged.values())
+
+
+def identity(row: Row) -> str:
+    return json.dumps({key: value for key, value in row.items() if key not in MEASURED}, sort_keys=True)
+
+
+def draw_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Accuracy over distance, the mean over seeds; SVG, PNG or PDF by the file's ending."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RequestError(
+            "the plot needs matplotlib, which is missing; install the extra 'report' of maglev"
+        ) from None
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise RequestError(f"--plot {path} has the ending {path.suffix!r}; use .svg, .png or .pdf")
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    palette = colours(recipes)
+    figure = Figure(figsize=SIZE, layout="constrained")
+    axes = figure.add_subplot()
+    for name, recipe, source, lines in curves(rows):
+        x, y = zip(*lines, strict=True)
+        axes.plot(
+            x, y, LINE_STYLES[source], marker="o", markersize=3, color=palette[recipe], linewidth=LINE, label=name
+        )
+    for chance in sorted({row["chance"] for row in rows}):
+        axes.axhline(chance, color="#888888", linewidth=0.8, linestyle=(0, (1, 2)))
+    axes.axvline(1, color="#888888", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_xlabel("distance, in plain reaches: layers x (W - 1)")
+    axes.set_ylabel("recall (dotted: chance)")
+    axes.legend(frameon=False, fontsize=8)
+    with files.atomic_path(path) as temporary:
+        figure.savefig(temporary, format=path.suffix[1:])
+
+
+def curves(rows: Sequence[Row]) -> list[tuple[str, str, str, list[tuple[float, float]]]]:
+    """(name, recipe, memory source, points) of all rows that differ in seed and distance alone."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        same = {key: value for key, value in row.items() if key not in ("seed", "distance")}
+        found.setdefault(identity(same), []).append(row)
+    drawn = []
+    tasks = {(row["variant"], row["pairs"]) for row in rows}
+    telling = telling_settings(rows)
+    for group in found.values():
+        first = group[0]
+        words = [first["recipe"], first["memory"]]
+        words += [f"{first['variant']} {first['pairs']}"] if len(tasks) > 1 else []
+        words += [f"{key.split('.')[-1]} {shown(value)}" for key, value in first["settings"].items() if key in telling]
+        values: dict[str, list[float]] = {}
+        for row in group:
+            values.setdefault(row["distance"], []).append(row["accuracy"])
+        points = sorted((middle(label), sum(own) / len(own)) for label, own in values.items())
+        drawn.append((", ".join(words), first["recipe"], first["memory"], points))
+    return drawn
+
+
+def telling_settings(rows: Sequence[Row]) -> set[str]:
+    """Those that tell one curve from another."""
+    every = {key for row in rows for key in row["settings"]}
+    return {key for key in every if len({json.dumps(row["settings"].get(key)) for row in rows}) > 1}
+
+
+def shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def middle(label: str) -> float:
+    """Of a bucket, on the logarithmic axis."""
+    first, last = map(int, label.split("-"))
+    return math.sqrt(first * last) if first else last / 2

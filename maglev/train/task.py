@@ -1,0 +1,150 @@
+"""What a run is trained on, as the loop sees it: rows, a file in the run folder that tells them, a validation."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from maglev import files
+from maglev.config import DataConfig
+from maglev.data.loader import Batch, Loader
+from maglev.data.recall import RecallConfig, RecallRows
+from maglev.data.shards import TokenData
+from maglev.errors import RequestError
+from maglev.evaluate.bpb import bits_per_byte
+from maglev.evaluate.memories import DEFAULT_PASSES, sources_of
+from maglev.evaluate.recall import recall
+from maglev.evaluate.runs import check_tokenizer, read_recall
+from maglev.objectives import Objective
+from maglev.runs import RECALL, TOKENIZER
+
+
+class Rows(Protocol):
+    """Any row by its global index. Two with the same fingerprint give the same rows."""
+
+    fingerprint: str
+
+    @property
+    def tokens_per_epoch(self) -> float: ...
+
+    def batch(self, rows: Sequence[int]) -> Batch: ...
+
+
+class Validation(Protocol):
+    """`metric` is the key of a value before its memory source, `words` are the same for people."""
+
+    metric: str
+    words: str
+
+    def measure(self, objective: Objective, rows_per_pass: int, data: DataConfig) -> dict[str, float]:
+        """By memory source, what a user gets first."""
+
+
+class Task(Protocol):
+    """`source` names it for people. `file` lies in the run folder and tells what the tokens mean."""
+
+    source: str
+    file: str
+    vocab_size: int
+    fingerprint: str
+
+    def rows(self, context: int, seed: int) -> Rows: ...
+
+    def validation(self, context: int, rows: int) -> Validation: ...
+
+    def save(self, run: Path) -> None: ...
+
+    def check(self, run: Path) -> None:
+        """Refuse a run whose tokens mean something else."""
+
+
+class Text:
+    """Documents of a data folder."""
+
+    file = TOKENIZER
+
+    def __init__(self, data: TokenData) -> None:
+        self.data = data
+        self.source, self.vocab_size, self.fingerprint = str(data.folder), data.vocab_size, data.fingerprint
+
+    def rows(self, context: int, seed: int) -> Rows:
+        return Loader(self.data, "train", context, seed)
+
+    def validation(self, context: int, rows: int) -> Validation:
+        return TextValidation(self.data, context, rows)
+
+    def save(self, run: Path) -> None:
+        self.data.tokenizer.save(run / TOKENIZER)
+
+    def check(self, run: Path) -> None:
+        check_tokenizer(run, self.data)
+
+
+class TextValidation:
+    """Bits per byte on part of the validation split."""
+
+    metric, words = "bpb", "bits per byte"
+
+    def __init__(self, data: TokenData, context: int, rows: int) -> None:
+        self.count = rows
+        self.bytes = data.tokenizer.token_byte_counts()
+        self.loader = Loader(data, "validation", context, seed=0)
+        # read once now: what is missing or damaged shall not show after hours
+        self.loader.batch(range(min(rows, self.loader.rows_per_epoch)))
+
+    def measure(self, objective: Objective, rows_per_pass: int, data: DataConfig) -> dict[str, float]:
+        remembers = objective.decoder.injection is not None
+        values: dict[str, float] = {}
+        for source in sources_of(objective):
+            result = bits_per_byte(
+                objective,
+                self.loader,
+                source,
+                self.bytes,
+                passes=DEFAULT_PASSES,
+                rows=self.count,
+                # stepping wants many rows and keeps little of each; a pass at once takes what training takes
+                rows_per_pass=self.count if remembers and source == "recurrent" else rows_per_pass,
+                data=data,
+            )
+            values[source] = result.value
+        return values
+
+
+class Recall:
+    """The synthetic task of `data/recall.py`."""
+
+    file = RECALL
+
+    def __init__(self, config: RecallConfig) -> None:
+        self.config = config
+        self.source, self.vocab_size, self.fingerprint = "the recall task", config.vocab_size, config.fingerprint
+
+    def rows(self, context: int, seed: int) -> Rows:
+        return RecallRows(self.config, "train", context, seed)
+
+    def validation(self, context: int, rows: int) -> Validation:
+        return RecallValidation(self.config, context, rows)
+
+    def save(self, run: Path) -> None:
+        files.write_json(run / RECALL, self.config.to_dict())
+
+    def check(self, run: Path) -> None:
+        theirs = read_recall(run)
+        if theirs != self.config:
+            raise RequestError(f"{run} was trained on another recall task, {theirs}; ask for that one")
+
+
+class RecallValidation:
+    """Accuracy on what lies beyond the plain reach."""
+
+    metric, words = "recall", "recall beyond the plain reach"
+
+    def __init__(self, config: RecallConfig, context: int, rows: int) -> None:
+        self.count = rows
+        self.rows = RecallRows(config, "validation", context, seed=0)
+
+    def measure(self, objective: Objective, rows_per_pass: int, data: DataConfig) -> dict[str, float]:
+        return {
+            source: recall(objective, self.rows, source, passes=DEFAULT_PASSES, count=self.count).beyond_reach
+            for source in sources_of(objective)
+        }

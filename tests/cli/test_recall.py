@@ -1,0 +1,126 @@
+"""`maglev eval recall` as a user meets it, at the smallest size."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maglev.__main__ import main
+from tests.processes import ROOT
+from tests.small_runs import Train, one_line
+
+pytestmark = pytest.mark.usefixtures("without_speed")
+RECIPE = "maglev-shared-0.1"
+TINY = ["--depth", "1", "--window", "4", "--context", "32", "--steps", "2", "--rows", "8", "--pairs", "2"]
+TINY += ["--device", "cpu", "--set", "train.tokens_per_step=128"]
+SOURCES = ("recurrent", "lifted", "refined")
+
+
+def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["eval", "recall", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_recipe_is_trained_and_measured_a_run_only_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    run, results = tmp_path / "run", tmp_path / "recall.json"
+    first = run_json([RECIPE, *TINY, "--out", str(run), "--results", str(results)], capsys)
+    assert (first["recipe"], first["step"], first["reach"], first["chance"]) == (RECIPE, 2, 3, 1 / 32)
+    assert {key for key in first if key.startswith("recall_")} == {f"recall_{source}" for source in SOURCES}
+    rows = first["rows"]
+    assert {row["memory"] for row in rows} == set(SOURCES)
+    assert {row["distance"] for row in rows} == {"0-1", "1-2", "2-4", "4-8", "8-16"}
+    assert all(row["settings"] == {"train.tokens_per_step": 128} and row["training_flops"] > 0 for row in rows)
+    assert all(row["passes"] == (3 if row["memory"] == "refined" else None) for row in rows)
+    assert Path(first["plot"]) == run / "recall.svg" and "<svg" in (run / "recall.svg").read_text()
+    # the run is finished: the same again trains nothing and finds the same
+    again = run_json([RECIPE, *TINY, "--out", str(run), "--results", str(results)], capsys)
+    assert again == first and json.loads(results.read_text()) == {"rows": rows}
+    # the run by itself, asked otherwise
+    arguments = [str(run), "--rows", "8", "--device", "cpu"]
+    assert run_json(arguments, capsys)["rows"] == rows
+    other = run_json([*arguments, "--variant", "overwrite", "--context", "64", "--passes", "2"], capsys)
+    assert {row["variant"] for row in other["rows"]} == {"overwrite"} and other["context"] == 64
+    assert {row["passes"] for row in other["rows"]} == {None, 2}
+
+    assert main(["eval", "recall", *arguments]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "plain reach 3, chance 0.031" in words and "refined (3 passes)" in words and "beyond 1" in words
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["maglev-shard-0.1"], "did you mean 'maglev-shared-0.1'?"),
+        ([RECIPE, "--pairs", "40"], "pairs is 40, more than the 32 keys there are; raise keys"),
+        ([RECIPE, "--variant", "sorting"], "variant is 'sorting'; it must be one of pairs, overwrite, copy"),
+        ([RECIPE, "--context", "16", "--pairs", "8"], "a context of 16 has no room for 8 pairs and a question"),
+        ([RECIPE, "--context", "0"], "--context is 0; it must be at least 1"),
+        ([RECIPE, "--steps", "0"], "--steps is 0; it must be at least 1"),
+        ([RECIPE, "--rows", "0"], "--rows is 0; it must be at least 1"),
+        ([RECIPE, "--passes", "0"], "--passes is 0; it must be at least 1"),
+        ([RECIPE, "--window", "33", "--context", "32"], "model.window is 33, larger than model.context = 32"),
+        ([RECIPE, "--set", "model.window=8"], "--set model.window is --window here; use that"),
+        ([RECIPE, "--set", "optimizer.matrx_lr=1"], "did you mean 'optimizer.matrix_lr'?"),
+        ([RECIPE, "--set", "train.tokens_per_step=-1"], "train.tokens_per_step is -1"),
+        ([RECIPE, "--rates", "0"], "--rates is 0.0; it must be above 0"),
+        ([RECIPE, "--device", "tpu"], "it must be auto, cpu, cuda or cuda:N"),
+        (["runs/nowhere"], "runs/nowhere is not a run folder"),
+        (["."], ". is not a run folder"),
+        ([".", "--steps", "3"], ". is a run and only measured; leave --steps away"),
+        ([".", "--set", "a=b"], "leave --set away"),
+    ],
+)
+def test_wrong_requests_end_in_one_line(
+    more: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", "recall", *more]) == 2
+    assert says in one_line(capsys)
+    assert not list(tmp_path.rglob("config.json"))
+
+
+def test_a_run_on_text_and_a_foreign_results_file_are_refused(
+    trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained("swa-ssss")
+    capsys.readouterr()
+    assert main(["eval", "recall", str(run)]) == 2
+    assert "was not trained on the recall task" in one_line(capsys)
+    (tmp_path / "r.json").write_text("{}")
+    assert main(["eval", "recall", str(run), "--results", str(tmp_path / "r.json")]) == 2
+    assert "is not a file of recall results" in one_line(capsys)
+
+
+def test_the_benchmark_trains_several_at_a_time_and_ends_with_json(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks" / "recall.py"
+    command = [
+        sys.executable,
+        str(script),
+        "swa-sss",
+        "lrt-ssss objective.passes=3 --pairs=3",
+        "--seeds",
+        "1",
+        "--jobs",
+        "2",
+    ]
+    command += [*TINY[:-2], "--settings", "train.tokens_per_step=128", "--out", str(tmp_path / "r.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert [(run["experiment"], run["seed"], run["status"]) for run in result["runs"]] == [
+        ("swa-sss", 1, 2),
+        ("lrt-ssss objective.passes=3 --pairs=3", 1, 0),
+    ]
+    assert "did you mean 'swa-ssss'?" in result["runs"][0]["error"]
+    assert {row["pairs"] for row in result["rows"]} == {3}
+    (settings,) = {json.dumps(row["settings"]) for row in result["rows"]}
+    assert json.loads(settings) == {"train.tokens_per_step": 128, "objective.passes": 3}
+    assert json.loads((tmp_path / "r.json").read_text())["rows"] == result["rows"]
+    assert "recurrent" in done.stdout

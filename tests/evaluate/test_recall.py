@@ -1,0 +1,175 @@
+"""What can be recalled by whom, to the bit; and that right answers are counted right."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from maglev.data.recall import RecallConfig, RecallRows
+from maglev.errors import RequestError
+from maglev.evaluate import recall as module
+from maglev.evaluate.memories import Source, memories
+from maglev.evaluate.recall import RecallResult, plain_reach, predict, recall, recall_sources
+from maglev.evaluate.recall_results import add_rows, curves, draw_rows, read_rows, result_rows
+from maglev.objectives.losses import Objective
+from maglev.recipes import run_config
+from tests.helpers import small
+
+TASK = RecallConfig(pairs=2, keys=8, values=8)
+CONTEXT = 60
+SHAPE = {"context": CONTEXT, "window": 5, "depth": 2, "vocab_size": TASK.vocab_size}
+REACH = 8
+
+
+def logits_with(objective: Objective, tokens: Tensor, source: Source) -> Tensor:
+    # the passes are enough for the farthest distance
+    return objective.decoder.readout(memories(objective, tokens, source, 8))
+
+
+def distances_that_know(recipe: str, source: Source) -> set[int]:
+    """At which distances the logits of a question change with the value of its own pair."""
+    objective = small(recipe, **SHAPE)
+    assert plain_reach(objective.decoder.config) == REACH
+    batch = RecallRows(TASK, "validation", CONTEXT, 0).draw(range(40))
+    tokens = torch.from_numpy(batch.tokens)
+    found = set()
+    before = logits_with(objective, tokens, source)
+    for place in (1, 3):
+        other = tokens.clone()
+        other[:, place] = TASK.first_value + (tokens[:, place] - TASK.first_value + 1) % TASK.values
+        changed = (before != logits_with(objective, other, source)).any(-1).numpy()
+        position = np.arange(CONTEXT)
+        own = (batch.targets >= 0) & (position - batch.distance == place)
+        found |= set((batch.distance[changed & own]).tolist())
+    asked = set(batch.distance[batch.targets >= 0].tolist())
+    assert asked >= set(range(2, CONTEXT - 5))
+    return found
+
+
+def test_swa_knows_nothing_beyond_its_reach() -> None:
+    """So it cannot be better than chance there, whatever it learns."""
+    assert distances_that_know("swa-ssss", "recurrent") == set(range(2, REACH + 1))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "source"),
+    [
+        ("transformer-slsl", "recurrent"),
+        ("maglev-shared-0.1", "recurrent"),
+        ("maglev-shared-0.1", "lifted"),
+        ("lrt-ssss", "refined"),
+    ],
+)
+def test_memory_and_full_attention_can_know_at_every_distance(recipe: str, source: Source) -> None:
+    assert distances_that_know(recipe, source) >= set(range(2, CONTEXT - 5))
+
+
+def test_few_passes_from_zeros_reach_only_so_far() -> None:
+    objective = small("maglev-shared-0.1", **SHAPE)
+    tokens = torch.from_numpy(RecallRows(TASK, "validation", CONTEXT, 0).draw([0]).tokens)
+    other = tokens.clone()
+    other[:, 3] = TASK.first_value + (tokens[:, 3] - TASK.first_value + 1) % TASK.values
+    changed = memories(objective, tokens, "refined", 2) != memories(objective, other, "refined", 2)
+    assert int(changed.any(-1)[0].nonzero().max()) == 3 + 2 * REACH + 1
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, answer: str, rows: RecallRows, count: int) -> RecallResult:
+    """The result of somebody who knows (`oracle`), guesses (`guess`), or knows what is near (`near`)."""
+    generator = np.random.default_rng(0)
+    drawn = iter([rows.draw(range(first, min(first + 16, count))) for first in range(0, count, 16)])
+
+    def say(objective: Objective, tokens: Tensor, asked: Tensor, source: Source, passes: int) -> Tensor:
+        batch = next(drawn)
+        guesses = generator.integers(TASK.first_value, TASK.vocab_size, batch.targets.shape)
+        knows = {"oracle": batch.distance < 999, "guess": batch.distance > 999, "near": batch.distance <= 20}[answer]
+        return torch.from_numpy(np.where(knows, batch.targets, guesses))
+
+    monkeypatch.setattr(module, "predict", say)
+    objective = small("swa-ssss", **SHAPE)
+    return recall(objective, rows, "recurrent", passes=1, count=count, rows_per_pass=16)
+
+
+def test_right_answers_are_counted_by_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = RecallRows(TASK, "validation", CONTEXT, 0)
+    batch = rows.draw(range(200))
+    distances = batch.distance[batch.targets >= 0].tolist()
+    # reach 8: distance 8 is within, 9 beyond
+    edges = {"0-1": (1, 8), "1-2": (9, 16), "2-4": (17, 32), "4-8": (33, 64)}
+    expected = {name: sum(first <= d <= last for d in distances) for name, (first, last) in edges.items()}
+
+    oracle = counted(monkeypatch, "oracle", rows, 200)
+    assert {b.label: b.items for b in oracle.buckets} == expected == {b.label: b.correct for b in oracle.buckets}
+    assert oracle.beyond_reach == 1 and sum(expected.values()) == len(distances)
+
+    guess = counted(monkeypatch, "guess", rows, 200)
+    assert all(abs(b.accuracy - TASK.chance) < 5 * math.sqrt(TASK.chance / b.items) for b in guess.buckets)
+    assert guess.beyond_reach == pytest.approx(TASK.chance, abs=0.02)
+
+    near = {b.label: b for b in counted(monkeypatch, "near", rows, 200).buckets}
+    assert near["0-1"].accuracy == near["1-2"].accuracy == 1
+    known = sum(17 <= d <= 20 for d in distances) / expected["2-4"]
+    assert near["2-4"].accuracy == pytest.approx(known + (1 - known) * TASK.chance, abs=0.05)
+    assert near["4-8"].accuracy == pytest.approx(TASK.chance, abs=0.04)
+
+
+def test_a_prediction_is_the_likeliest_token_where_something_is_asked() -> None:
+    objective = small("maglev-shared-0.1", scale=0.4, **SHAPE)
+    batch = RecallRows(TASK, "validation", CONTEXT, 0).draw(range(3))
+    tokens, asked = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets >= 0)
+    stepped = predict(objective, tokens, asked, "recurrent", 1)
+    likeliest = logits_with(objective, tokens, "recurrent").argmax(-1)
+    assert torch.equal(stepped[asked], likeliest[asked]) and (stepped[~asked] == -1).all()
+    # to the end, refining is stepping
+    assert torch.equal(predict(objective, tokens, asked, "refined", CONTEXT), stepped)
+    one_by_one = recall(objective, RecallRows(TASK, "validation", CONTEXT, 0), "recurrent", passes=1, count=3)
+    right = Counter(batch.distance[(stepped.numpy() == batch.targets)].tolist())
+    assert {d: int(n) for d, n in enumerate(one_by_one.correct) if n} == dict(right)
+
+
+def test_every_source_that_an_objective_has_is_named() -> None:
+    assert recall_sources(small("swa-ssss")) == ("recurrent",)
+    assert recall_sources(small("lrt-ssss")) == ("recurrent", "refined")
+    assert recall_sources(small("maglev-separate-1")) == ("recurrent", "lifted", "refined")
+
+
+def rows_of(recipe: str, seed: int, accuracy: float) -> list[dict[str, object]]:
+    config = run_config(recipe, 4, {"model.window": 16, "train.seed": seed, "train.tokens_per_step": 2048})
+    items = np.zeros(200, dtype=np.int64)
+    items[1:] = 100
+    result = RecallResult("recurrent", None, 60, (items * accuracy).astype(np.int64), items)
+    return result_rows(config, TASK, 200, [result], steps=5, seconds=1.0, settings={})
+
+
+def test_rows_are_added_once_and_drawn(tmp_path: Path) -> None:
+    file, first, second = tmp_path / "r.json", rows_of("swa-ssss", 0, 0.5), rows_of("swa-ssss", 1, 1.0)
+    assert [row["distance"] for row in first] == ["0-1", "1-2", "2-4"]
+    assert first[0]["training_flops"] > 1e9 and first[0]["items"] == 6000
+    add_rows(file, first)
+    add_rows(file, second)
+    again = add_rows(file, [row | {"accuracy": 0.25} for row in first])
+    assert read_rows(file) == again and len(again) == 6
+    assert [row["accuracy"] for row in again] == [0.25] * 3 + [1.0] * 3
+    # one curve, the mean of two seeds
+    ((name, recipe, source, points),) = curves(again)
+    assert (name, recipe, source) == ("swa-ssss, recurrent", "swa-ssss", "recurrent")
+    assert points == [(0.5, 0.625), (math.sqrt(2), 0.625), (math.sqrt(8), 0.625)]
+    # a setting is named where it tells curves apart
+    fast = [row | {"settings": {"optimizer.matrix_lr": 0.12345, "train.threads": 1}} for row in first]
+    slow = [row | {"settings": {"optimizer.matrix_lr": 0.01, "train.threads": 1}} for row in first]
+    assert [name for name, *_ in curves(fast)] == ["swa-ssss, recurrent"]
+    assert [name for name, *_ in curves([*fast, *slow])] == [
+        "swa-ssss, recurrent, matrix_lr 0.123",
+        "swa-ssss, recurrent, matrix_lr 0.01",
+    ]
+    pytest.importorskip("matplotlib")
+    draw_rows(tmp_path / "r.png", again)
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(RequestError, match=r"use \.svg, \.png or \.pdf"):
+        draw_rows(tmp_path / "r.txt", again)
+    file.write_text("[]")
+    with pytest.raises(RequestError, match="not a file of recall results"):
+        read_rows(file)
