@@ -80,7 +80,7 @@ class LanguageModel:
             self.step_through(tokens, state)
             state.reading = ReadingReport(stepped=len(tokens), tokens=len(tokens))
             return
-        state.reading = read_(self.decoder, batch.to(self.decoder.device), state.inner)
+        state.reading = read_(self.reader, batch.to(self.decoder.device), state.inner)
 
     def own(self, state: State) -> State:
         if not isinstance(state, State):
@@ -97,6 +97,13 @@ class LanguageModel:
         """
         on_gpu = self.decoder.device.type == "cuda"
         return Steppers(FastDecoder(self.decoder, weights=self.weights) if on_gpu else self.decoder)
+
+    @cached_property
+    def reader(self) -> Decoder | FastDecoder:
+        """What reads in passes. Products of many rows gain nothing from 8 bits: they take what those stand for."""
+        if self.weights == "plain" or self.decoder.device.type != "cuda":
+            return self.steppers.steps
+        return FastDecoder(self.decoder)
 
     def step_through(self, tokens: list[int], state: State) -> None:
         """Rewrite `state` in place."""
