@@ -77,8 +77,8 @@ def decode_plan(quick: bool = False, **given: Any) -> DecodePlan:
         "depth": PAPER_DEPTH,
         "batches": (1, 64, 256),
         "positions": (1000, 10_000, 100_000, 1_000_000),
-        "calls": 50,
-        "repeats": 9,
+        "calls": 30,
+        "repeats": 5,
     }
     small: dict[str, Any] = {
         "depth": QUICK_DEPTH,
