@@ -74,12 +74,13 @@ def plot_decode(result: dict[str, Any], path: Path) -> None:
         share.set_xticks(batches, [str(batch) for batch in batches])
         share.set_xlabel("sequences in the batch")
         share.set_ylabel("% of the copy bandwidth")
-        share.set_ylim(bottom=0)
+        share.set_ylim(0, 100)
         flat.set_xscale("symlog", linthresh=1)
         flat.set_xlabel("position (tokens read before)")
         flat.set_ylabel(f"step time, batch {batches[0]}, by the first")
-        flat.set_ylim(bottom=0)
-        share.legend()
+        flat.set_ylim(0, max(1.2, flat.get_ylim()[1]))
+        # the right-hand plot is one line where all is well, so there is room
+        flat.legend(loc="lower center", ncols=2)
         figure.suptitle(f"{result['device']}, {result['dtype']}, depth {result['depth']}, random weights")
 
     save(path, draw)
@@ -111,7 +112,7 @@ def plot_read(result: dict[str, Any], path: Path) -> None:
         passes.legend()
         change.set_yscale("log")
         change.set_xlabel("pass")
-        change.set_ylabel("relative change (largest of the chunks) or distance")
+        change.set_ylabel("change in a pass, distance to stepping")
         figure.suptitle(f"{result['device']}, {result['dtype']}, depth {result['depth']}, {result['text']}")
 
     save(path, draw)

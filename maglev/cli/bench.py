@@ -84,6 +84,9 @@ def read(
         typer.Option("--passes", help="Always so many per chunk; a recipe's random weights have 6 unless given."),
     ] = None,
     chunk: Annotated[int | None, typer.Option("--chunk", help="Positions per chunk; as far as a pass carries.")] = None,
+    stride: Annotated[
+        int | None, typer.Option("--stride", help="A pass computes every so-many-th position at a time; by precision.")
+    ] = None,
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", metavar="FILE", help="What a run reads; Python's docs unless given.")
     ] = None,
@@ -102,7 +105,9 @@ def read(
     from maglev.cli.runs import is_recipe
 
     random = is_recipe(run_or_recipe)
-    plan = read_plan(quick, tokens=tokens, passes=PASSES if random and passes is None else passes, chunk=chunk)
+    plan = read_plan(
+        quick, tokens=tokens, passes=PASSES if random and passes is None else passes, chunk=chunk, stride=stride
+    )
     place, precision = resolve(device, dtype)
     if random:
         if prompt_file is not None:
