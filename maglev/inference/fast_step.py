@@ -74,7 +74,7 @@ class FastDecoder:
             projections = decoder.injection.memory_key_proj, decoder.injection.memory_value_proj
             self.memory_weight = weight(*(projection.weight for projection in projections))
         self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
-        self.recorded_passes: RecordedPasses | None = None  # of reading
+        self.recorded_passes: dict[tuple[int, int], RecordedPasses] = {}  # of reading, the last one used last
 
     @property
     def compute_dtype(self) -> torch.dtype:

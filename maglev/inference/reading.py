@@ -3,8 +3,8 @@
 A prompt is read in chunks. Each chunk starts from the carried state with a pass on zero memories, then repeats passes
 until the memories stop moving. With a stride, a pass after the first goes over every so-many-th position at a time, and
 each part takes the memories that the parts before it left (Gauss-Seidel): as much work as a pass over all positions at
-once (Jacobi), and fewer of them where the tolerance is tight. Position t of a chunk is exact after t passes whatever
-the weights, so a chunk that does not settle within its budget is finished by stepping.
+once (Jacobi), and fewer of them where the tolerance is tight. Every pass makes at least one more position exact
+whatever the weights, so a chunk that does not settle within its budget is finished by stepping.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from maglev.config import ModelConfig
 from maglev.errors import RequestError
 from maglev.inference.checks import check_tokens
 from maglev.inference.fast_read import FastChunk
-from maglev.inference.fast_step import FastDecoder
+from maglev.inference.fast_step import BUCKETS, FastDecoder, GraphStepper
 from maglev.model.chunk import Chunk, ChunkPass
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
@@ -24,9 +24,12 @@ from maglev.model.state import DecoderState
 # relative change of the memories under which a chunk counts as settled
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 LARGEST_CHUNK = 8192
-# shorter chunks, which a user may ask for, are not worth recording
-SMALLEST_RECORDED = 256
 PASS_BUDGET = 24
+# Rounding can keep deep decoders from coming under the tolerance. Where the change has stopped falling, and is at most
+# so many tolerances, it is rounding that is left.
+STALLED, ROUNDING = 0.9, 5.0
+# fewer tokens are stepped before a graph of the step is worth recording
+LEAST_REPLAYED = 64
 # A stride's first parts still see keys and values of zero memories, so it pays only over many passes.
 STRIDE = {torch.float64: 4, torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
 
@@ -57,10 +60,12 @@ def read_(
     budget: int = PASS_BUDGET,
     passes: int | None = None,
     stride: int | None = None,
+    memories: list[Tensor] | None = None,
 ) -> ReadingReport:
     """Read tokens (B, T) into `state`, which is rewritten in place. Memory is bounded by the chunk.
 
     `passes` fixes their number, settled or not: for measuring. What was read then is exact only if they sufficed.
+    `memories` takes those of all positions, piece by piece, each (B, n, D).
     """
     check_tokens(tokens, decoder.config.vocab_size)
     if tokens.shape[0] != state.batch_size:
@@ -73,57 +78,82 @@ def read_(
     report = ReadingReport(tokens=tokens.shape[1])
     if not tokens.shape[1]:
         return report
-    size = chunk or default_chunk(decoder.config)
-    for part in tokens.split(size, dim=1):
-        passing = chunk_of(decoder, part, state, size)
+    for part in tokens.split(chunk or default_chunk(decoder.config), dim=1):
+        passing = chunk_of(decoder, part, state)
         if decoder.config.memory == "none":
-            read_without_memory_(passing, state, report)
+            settled = read_without_memory_(passing, report)
         else:
-            read_chunk_(decoder, passing, state, tolerance, budget, passes, stride, report)
+            settled = read_chunk_(passing, tolerance, budget, passes, stride, report)
+        passing.commit_(state, settled)
+        kept = [passing.memory[:, :settled], *step_on_(decoder, part[:, settled:], state)]
+        report.stepped += part.shape[1] - settled
+        if memories is not None:
+            memories += kept
     return report
 
 
-def chunk_of(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState, size: int) -> Chunk:
-    if isinstance(decoder, FastDecoder):
-        return FastChunk(decoder, tokens, state, repeated=tokens.shape[1] == size >= SMALLEST_RECORDED)
-    return ChunkPass(decoder, tokens, state)
+def chunk_of(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState) -> Chunk:
+    kind = FastChunk if isinstance(decoder, FastDecoder) else ChunkPass
+    return kind(decoder, tokens, state)  # type: ignore[arg-type]
 
 
-def read_without_memory_(chunk: Chunk, state: DecoderState, report: ReadingReport) -> None:
+def read_without_memory_(chunk: Chunk, report: ReadingReport) -> int:
     chunk.run(None)
-    chunk.commit_(state, chunk.length)
     report.passes.append(1)
     report.changes.append([])
+    return chunk.length
 
 
 def read_chunk_(
-    decoder: Decoder | FastDecoder,
-    chunk: Chunk,
-    state: DecoderState,
-    tolerance: float,
-    budget: int,
-    passes: int | None,
-    stride: int,
-    report: ReadingReport,
-) -> None:
-    memory = state.memory.new_zeros(*chunk.tokens.shape, state.memory.shape[-1])
+    chunk: Chunk, tolerance: float, budget: int, passes: int | None, stride: int, report: ReadingReport
+) -> int:
+    """Passes until the memories settle. -> how many positions, from the first on, have their memory now"""
+    memory = chunk.first_memory.new_zeros(*chunk.tokens.shape, chunk.first_memory.shape[-1])
     changes: list[float] = []
-    settled = 0
+    settled = chunk.length
     for number in range(1, (passes or min(budget, chunk.length)) + 1):
         before, memory = memory, one_pass(chunk, memory, 1 if number == 1 else stride)
         changes.append(relative_change(before, memory))
-        # position t is exact after t passes
-        settled = min(number, chunk.length)
-        if passes is None and changes[-1] <= tolerance:
-            settled = chunk.length
+        if passes is None and has_settled(changes, tolerance):
             break
-    settled = chunk.length if passes is not None else settled
+        if passes is None and exact_positions(number, stride) >= chunk.length:
+            break
+    else:
+        settled = chunk.length if passes is not None else exact_positions(number, stride)
     report.passes.append(number)
     report.changes.append(changes)
-    chunk.commit_(state, settled)
-    for slot in range(settled, chunk.length):
-        decoder.step_(chunk.tokens[:, slot], state)
-    report.stepped += chunk.length - settled
+    return settled
+
+
+def exact_positions(passes: int, stride: int) -> int:
+    """How many positions, from the first on, are exact whatever the weights: a pass on exact memories before it makes
+    one more, and so does each of its parts."""
+    return max(passes, stride * (passes - 1))
+
+
+def has_settled(changes: list[float], tolerance: float) -> bool:
+    if changes[-1] <= tolerance:
+        return True
+    stalled = len(changes) > 2 and all(after > STALLED * before for before, after in zip(changes[-3:], changes[-2:]))
+    return stalled and changes[-1] <= ROUNDING * tolerance
+
+
+def step_on_(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState) -> list[Tensor]:
+    """tokens (B, T), one after another. -> the memories of each, (B, 1, D)"""
+    rows, count = tokens.shape
+    if not isinstance(decoder, FastDecoder) or decoder.device.type != "cuda" or count < LEAST_REPLAYED:
+        return [decoder.step_(token, state)[:, None] for token in tokens.T]
+    found: list[list[Tensor]] = []
+    for first in range(0, rows, max(BUCKETS)):
+        part = tokens[first : first + max(BUCKETS)]
+        stepper = GraphStepper(decoder, part.shape[0])
+        stepper.begin(DecoderState.join([state.row(first + row) for row in range(part.shape[0])]))
+        found.append([])
+        for token in part.T:
+            stepper.step(token)
+            found[-1].append(stepper.buffers.memory[: part.shape[0], None].clone())
+        state.put_rows_(first, stepper.state())
+    return [torch.cat(parts) for parts in zip(*found)]
 
 
 def one_pass(chunk: Chunk, memory: Tensor, stride: int) -> Tensor:

@@ -91,6 +91,14 @@ class DecoderState:
         caches = [RingCache(cache.key[at].clone(), cache.value[at].clone()) for cache in self.caches]
         return DecoderState(caches, self.memory[at].clone(), self.position[at].clone())
 
+    def put_rows_(self, first: int, rows: "DecoderState") -> None:
+        """Take over `rows` from the row `first` on."""
+        at = slice(first, first + rows.batch_size)
+        for cache, own in zip(self.caches, rows.caches, strict=True):
+            cache.key[at], cache.value[at] = own.key, own.value
+        self.memory, self.position = self.memory.clone(), self.position.clone()
+        self.memory[at], self.position[at] = rows.memory, rows.position
+
     def fork(self, count: int) -> list["DecoderState"]:
         """Independent copies: what happens to one is not seen by another."""
         return [self.clone() for _ in range(count)]

@@ -243,11 +243,14 @@ def span_operation(case: Span, first: int) -> Operation:
     def operation(ops: object, dtype: torch.dtype) -> list[Tensor]:
         key, value = (span.to(torch.bfloat16).to(dtype) for span in spans)
         own = [tensor.to(torch.bfloat16).to(dtype) for tensor in (projected, memory)]
+        if ops is fused_decode:
+            # what is empty is not read
+            key[1, : int(empty[1])] = value[1, : int(empty[1])] = float("nan")
         out = ops.chunk_attend(  # type: ignore[attr-defined]
             own[0], own[1] if case.memory else None, key, value, empty, queries, case.window,
             angles.cos(), angles.sin(), heads,
         )  # fmt: skip
-        return [out, key, value]
+        return [out, key[0], value[0], key[1, int(empty[1]) :], value[1, int(empty[1]) :]]
 
     return operation
 
