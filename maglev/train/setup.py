@@ -13,11 +13,14 @@ from maglev.model.attention import Block
 from maglev.model.init import initialise
 from maglev.objectives import Objective, build_objective
 from maglev.runs import read_config
+from maglev.train.fitting import USABLE, largest_divisor
 from maglev.train.task import Task
 
 CPU_TOKENS_PER_PASS = 16_384
-# kept activations per token and layer, in widths: q, k, v, attention, two norms, MLP in and out, with room
-KEPT_WIDTHS = 40
+# kept activations per token and layer, in widths: q, k, v, attention, two norms, MLP in and out
+KEPT_WIDTHS = {"none": 26, "selective": 16, "full": 4}
+# a larger pass is no faster
+ENOUGH_TOKENS_PER_PASS = 65_536
 
 
 def build_for_training(config: RunConfig, device: torch.device) -> Objective:
@@ -32,8 +35,9 @@ def build_for_training(config: RunConfig, device: torch.device) -> Objective:
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     precision = config.train.precision
-    if device.type == "cuda" and precision in ("auto", "bfloat16") and not torch.cuda.is_bf16_supported():
-        raise RequestError("this GPU has no bfloat16; set train.precision to float32")
+    # emulated it would be slower than float32, and kernels refuse it
+    if device.type == "cuda" and precision != "float32" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise RequestError(f"{torch.cuda.get_device_name(device)} has no bfloat16; set train.precision to float32")
     if precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
@@ -61,16 +65,22 @@ def rows_of_step(config: RunConfig, world: int) -> int:
 
 
 def rows_per_pass(config: RunConfig, rows: int, device: torch.device) -> int:
-    """The largest divisor of the rank's rows that fits, so that every pass has one shape."""
+    """The largest divisor of the rank's rows that is not above what was asked for, or on a GPU a guess at what fits:
+    `fitting.find_rows` begins there."""
     if config.train.rows_per_pass:
         fits = config.train.rows_per_pass
     elif device.type == "cuda":
         passes = objective_flops(config) / decoder_flops(config.model)
-        token = KEPT_WIDTHS * config.model.width * config.model.depth * 2 * passes
-        fits = int(torch.cuda.mem_get_info(device)[0] / 2 / (token * config.model.context))
+        token = KEPT_WIDTHS[config.train.recompute] * config.model.width * config.model.depth * 2 * passes
+        free = USABLE * torch.cuda.mem_get_info(device)[0]
+        fits = min(int(free / (token * config.model.context)), most_rows(config))
     else:
         fits = CPU_TOKENS_PER_PASS // config.model.context
-    return max(divisor for divisor in range(1, rows + 1) if rows % divisor == 0 and divisor <= max(1, fits))
+    return largest_divisor(rows, fits)
+
+
+def most_rows(config: RunConfig) -> int:
+    return max(1, ENOUGH_TOKENS_PER_PASS // config.model.context)
 
 
 def start_from(objective: Objective, run: Path, task: Task, report: Callable[[str], None]) -> list[str]:
