@@ -250,7 +250,7 @@ class Trainer:
             norm = 0.0 if short else self.gradient_norm()
             # a rank that is short may not even have room for the tensor of sums
             own = [0.0] * 3 if short else sums.tolist()
-            *totals, norms, shortages = distributed.sum_over_ranks([*own, norm, float(short)])
+            total, next_token, consistency, norms, shortages = distributed.sum_over_ranks([*own, norm, float(short)])
             if not shortages:
                 break
             self.take_smaller_passes()
@@ -260,7 +260,7 @@ class Trainer:
                 f"train.rows_per_pass is {self.config.train.rows_per_pass} and passes of {asked} rows do not fit into "
                 f"the memory of {self.device}; {self.rows_per_pass} fit: set it to that, or leave it away"
             )
-        return StepLosses(*totals, norms), int(everyone)
+        return StepLosses(total, next_token, consistency, norms), int(everyone)
 
     def add_passes(self, batch: Batch, everyone: float, sums: Tensor) -> None:
         for first in range(0, self.rows, self.rows_per_pass):

@@ -1,6 +1,7 @@
 """From a configuration to the parts of a run: modules on their device, rows per pass, weights to start from."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from maglev.model.accounting import decoder_flops, objective_flops
 from maglev.model.attention import Block
 from maglev.model.init import initialise
 from maglev.objectives import Objective, build_objective
+from maglev.ops.recompute import LEAN, LEAN_COMPILED, again
 from maglev.runs import read_config
 from maglev.train.fitting import USABLE, largest_divisor
 from maglev.train.task import Task
@@ -28,8 +30,8 @@ def build_for_training(config: RunConfig, device: torch.device) -> Objective:
     initialise(objective, config.train.seed)
     objective.to(device)
     objective.decoder.embedding.compute_dtype = compute_dtype(config, device)
-    if config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda"):
-        compile_blocks(objective)
+    compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
+    prepare_blocks(objective, compiled, config.train.recompute)
     return objective
 
 
@@ -43,13 +45,20 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
-def compile_blocks(objective: Objective) -> None:
-    """Per block: seconds instead of minutes, and one graph serves all layers."""
-    # one graph per window, memory or none, and position subset; past the limit dynamo silently runs eagerly
-    torch._dynamo.config.recompile_limit = 64
-    for module in objective.modules():
-        if isinstance(module, Block):
-            module.compile(dynamic=False)
+def prepare_blocks(objective: Objective, compiled: bool, recompute: str) -> None:
+    """Compile per block: seconds instead of minutes, and one graph serves all layers. Recompute as asked for."""
+    if compiled:
+        # one graph per window, memory or none, and position subset; past the limit dynamo silently runs eagerly
+        torch._dynamo.config.recompile_limit = 64
+    for block in (module for module in objective.modules() if isinstance(module, Block)):
+        if recompute == "selective":
+            block.keeping = LEAN_COMPILED if compiled else LEAN
+        if recompute == "full":
+            # around the compiled block: what is run again is one call, whatever it writes down for others
+            inner = torch.compile(block.forward, dynamic=False) if compiled else block.forward
+            block.forward = partial(again, inner)  # type: ignore[method-assign]
+        elif compiled:
+            block.compile(dynamic=False)
 
 
 def rows_of_step(config: RunConfig, world: int) -> int:

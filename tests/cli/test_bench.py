@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from maglev.__main__ import main
+from maglev.bench import train_worker
 from tests.small_runs import Train, one_line
 
 
@@ -66,7 +67,10 @@ def test_train_sets_models_beside_swa(tmp_path: Path, capsys: pytest.CaptureFixt
     assert all(row["start_to_first_step_s"] > 0 and row["mfu"] > 0 for row in result["rows"])
 
 
-def test_train_draws_how_its_cost_grows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_draws_how_its_cost_grows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maglev.bench.train.run_worker", train_worker.work)
     plot = tmp_path / "scaling.svg"
     arguments = ["--quick", "--scaling", "--device", "cpu", "--depth", "1", "--recipes", "swa-ssss", "--context", "16"]
     assert main(["bench", "train", *arguments, "--json", "--plot", str(plot)]) == 0
