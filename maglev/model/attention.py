@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from maglev.config import ModelConfig
 from maglev.model.layers import MLP, Linear
 from maglev.model.memory import MemoryFeatures, MemoryGates, Rotation
-from maglev.ops.inject import gate, mix, rms_norm, rotate
+from maglev.ops.inject import inject, rms_norm, rotate
 from maglev.ops.recompute import KEPT, Keeping
 
 
@@ -40,11 +40,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x (B, T, D). Without memory neither gate is applied: that is another function."""
         query, key, value, *logits = keeping.run(self.project, x, memory is not None)
-        query, key = keeping.norm(rotate(query, *rotation)), keeping.norm(rotate(key, *rotation))
         if logits and memory is not None:
-            local_gate, memory_gate = map(gate, logits)  # (B, T, G)
-            key = mix(key, memory.memory_key, local_gate, memory_gate)
-            value = mix(value, memory.memory_value, local_gate, memory_gate)
+            query, key, value = inject(query, key, value, *rotation, *memory, logits[0], logits[1], norm=keeping.norm)
+        else:
+            query, key = keeping.norm(rotate(query, *rotation)), keeping.norm(rotate(key, *rotation))
         return self.output_proj(attend(query, key, value).flatten(-2))
 
 

@@ -1,11 +1,14 @@
 """The micro-batch that fits, found by trying: a pass is run, its peak is measured, and the rest is proportion."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
+from maglev.errors import WorkError
+from maglev.ops import attention
 from maglev.train.distributed import largest_over_ranks
 
 # of what is free: allocators leave holes, and libraries take workspaces of their own
@@ -58,6 +61,27 @@ def sufficed(work: Callable[[], None]) -> bool:
     except torch.OutOfMemoryError:
         return False
     return True
+
+
+@contextmanager
+def building_kernels(device: torch.device) -> Iterator[None]:
+    """Kernels are built for their shape when it is first met; what fails then is told in one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # by name: importing the compilers to know their errors takes seconds
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+            raise
+        # trying kernels takes memory too
+        if "OutOfMemoryError" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from error
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise WorkError(
+            f"a kernel could not be built on {device}: {type(error).__name__}: {line[:160]}; set train.compile to off "
+            f"({attention.describe(device.type)})"
+        ) from error
 
 
 def release(device: torch.device) -> None:

@@ -25,7 +25,7 @@ from maglev.ops import attention
 from maglev.runs import BAD_BATCHES
 from maglev.train import distributed, schedule
 from maglev.train.distributed import Ranks, SaidElsewhere
-from maglev.train.fitting import NO_ROW, find_rows, memory_of, release, smaller, sufficed
+from maglev.train.fitting import NO_ROW, building_kernels, find_rows, memory_of, release, smaller, sufficed
 from maglev.train.metrics import MetricsLog, writing
 from maglev.train.optimizer import Optimizer
 from maglev.train.param_groups import build_param_groups
@@ -269,9 +269,10 @@ class Trainer:
     def add_pass(self, part: Batch, everyone: float, sums: Tensor) -> None:
         tokens = torch.from_numpy(part.tokens).to(self.device, non_blocking=True)
         targets = torch.from_numpy(part.targets).to(self.device, non_blocking=True)
-        losses = self.objective(tokens, targets, documents_of(part, self.config.data, self.device))
         share = float((part.targets >= 0).sum()) / max(everyone, 1.0)
-        (losses.total * share).backward()
+        with building_kernels(self.device):
+            losses = self.objective(tokens, targets, documents_of(part, self.config.data, self.device))
+            (losses.total * share).backward()
         means = torch.stack([losses.total, losses.next_token, losses.consistency])
         sums += means.detach().double() * share
 

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from maglev.ops import fused_product, fused_ring  # noqa: E402
+from maglev.ops import fused_inject, fused_product, fused_ring  # noqa: E402
 
 WIDTH, HEADS, HEAD_DIM, WINDOW, VOCAB = 1280, 10, 128, 512, 32_768
 
@@ -121,3 +121,15 @@ def test_the_rings_loop_waits_for_nobody(batch: int, memory: bool) -> None:
     assert len(loops) == 1 and "bar.sync" not in loops[0]
     assert wide_loads(loops[0]) == 2 * lanes * HEAD_DIM // (32 * fused_ring.WARPS * 8)
     assert ("atom" in ptx) == (splits > 1)
+
+
+@pytest.mark.parametrize("kernel", [fused_inject.inject_kernel, fused_inject.inject_backward_kernel])
+def test_injection_stays_in_registers(kernel: Any) -> None:
+    """Wide loads of every feature, and nothing spilled to local memory."""
+    pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
+    types = {name: "*fp32" if name in ("cos_ptr", "sin_ptr") else "*bf16" for name in pointers}
+    types |= {"rows": "i32", "period": "i32", "eps": "fp32"}
+    half = HEAD_DIM // 2
+    constants = {"HEADS": HEADS, "KV_HEADS": HEADS, "HALF": half, "BLOCK": half, "ROWS": fused_inject.TILE // HEAD_DIM}
+    ptx = assembly(kernel, types, constants, ["rows", "period"], fused_inject.WARPS)
+    assert wide_loads(ptx) >= 8 and "st.local" not in ptx

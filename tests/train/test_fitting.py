@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from maglev.errors import RequestError, WorkError
+from maglev.objectives.maglev import MaglevObjective
 from maglev.recipes import run_config
 from maglev.train import fitting, launch, loop, setup
 from maglev.train.fitting import divisors, find_rows, largest_divisor, smaller
@@ -171,3 +172,40 @@ def test_a_gpu_without_bfloat16_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         setup.compute_dtype(run_config("swa-ssss", 1), torch.device("cuda"))
     exact = run_config("swa-ssss", 1, {"train.precision": "float32"})
     assert setup.compute_dtype(exact, torch.device("cuda")) == torch.float32
+
+
+def fail_in_the_compiler(monkeypatch: pytest.MonkeyPatch, message: str, times: int) -> None:
+    class InductorError(RuntimeError):
+        pass
+
+    InductorError.__module__ = "torch._inductor.exc"
+    plain, count = MaglevObjective.forward, [0]
+
+    def forward(self: MaglevObjective, *arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] <= times:
+            raise InductorError(message)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(MaglevObjective, "forward", forward)
+
+
+def test_a_kernel_that_cannot_be_built_is_told_in_one_line(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_in_the_compiler(monkeypatch, "out of resource: shared memory\nand a long trace", times=1)
+    with pytest.raises(
+        WorkError, match="InductorError: out of resource: shared memory; set train.compile to off"
+    ) as told:
+        train(data, tmp_path / "run")
+    assert "attention on cpu" in str(told.value) and "\n" not in str(told.value)
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+
+
+def test_memory_that_the_compiler_lacks_is_memory_that_is_lacking(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_in_the_compiler(monkeypatch, "OutOfMemoryError: CUDA out of memory.", times=1)
+    said = train(data, tmp_path / "run")
+    assert [line for line in said if "out of memory with 4 rows per pass" in line]
+    assert len(losses_of(tmp_path / "run")) == 6
