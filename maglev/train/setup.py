@@ -1,5 +1,6 @@
 """From a configuration to the parts of a run: modules on their device, rows per pass, weights to start from."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,8 @@ def prepare_blocks(objective: Objective, compiled: bool, recompute: str) -> None
         torch._dynamo.config.recompile_limit = 64
     for block in (module for module in objective.modules() if isinstance(module, Block)):
         if recompute == "selective":
+            # it warns of in-place operations in what is run again; there are none
+            logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
             block.keeping = LEAN_COMPILED if compiled else LEAN
         if recompute == "full":
             # around the compiled block: what is run again is one call, whatever it writes down for others
