@@ -1,6 +1,7 @@
 """Recomputation changes what is kept, not what is computed; and how much is kept."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from maglev.objectives import Objective
 from maglev.ops.inject import rms_norm
 from maglev.ops.recompute import lean_norm
 from maglev.recipes import run_config
+from maglev.runs import read_metrics
+from maglev.train import launch
 from maglev.train.setup import build_for_training
 from tests.helpers import ALL_RECIPES, batch_of, gradients, random_weights
+from tests.small_runs import FAST, SMALL, Unwatched
 
 CPU = torch.device("cpu")
 # the issue's shape, scaled down: W is a quarter of the context, heads are of the same share of the width
@@ -44,6 +48,19 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("recipe", ALL_RECIPES)
 def test_gradients_are_those_of_keeping_everything(recipe: str, recompute: str) -> None:
     close(results(built(recipe, recompute)), results(built(recipe, "none")))
+
+
+@pytest.mark.parametrize("recipe", ["lrt-slsl", "maglev-separate-0.1"])
+def test_a_run_and_its_validation_are_the_same(recipe: str, data: Path, tmp_path: Path, without_speed: None) -> None:
+    rows = {}
+    for recompute in ("none", "selective", "full"):
+        settings = SMALL | FAST | {"train.recompute": recompute, "train.validate_every": 3, "train.steps": 3}
+        launch.train(recipe, data, tmp_path / recompute, Unwatched(), depth=1, settings=settings)
+        rows[recompute] = read_metrics(tmp_path / recompute)
+    for recompute in ("selective", "full"):
+        for found, expected in zip(rows[recompute], rows["none"], strict=True):
+            for name in expected.keys() & {"total_loss", "gradient_norm", "bpb_recurrent"}:
+                assert found[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
 class Counted:
