@@ -18,6 +18,7 @@ from maglev.config import LRTConfig, RunConfig
 from maglev.data.loader import Batch
 from maglev.errors import RequestError, WorkError
 from maglev.evaluate.bpb import documents_of
+from maglev.evaluate.diagnostics import loop_diagnostics
 from maglev.model.accounting import objective_flops, training_steps
 from maglev.objectives.lrt import LRTObjective
 from maglev.objectives.maglev import MaglevObjective
@@ -33,6 +34,9 @@ from maglev.train.setup import build_for_training, compute_dtype, most_rows, row
 from maglev.train.signals import Interruption
 from maglev.train.speed import clock, matrix_rate
 from maglev.train.task import Task, Validation
+
+# rows on which the recurrence is disturbed
+DIAGNOSTIC_ROWS = 4
 
 
 class Watch(Protocol):
@@ -356,11 +360,23 @@ class Trainer:
             return
         self.objective.eval()
         values = validation.measure(self.objective, self.rows_per_pass, self.config.data)
+        loop = self.measure_loop(validation)
         self.objective.train()
         named = {f"{validation.metric}_{source}": value for source, value in values.items()}
-        self.metrics.append({"kind": "validation", "step": step} | named)
+        if "lifted" in values:
+            named[f"{validation.metric}_recurrent_minus_lifted"] = values["recurrent"] - values["lifted"]
+        self.metrics.append({"kind": "validation", "step": step} | named | loop)
         shown = ", ".join(f"{source} {value:.4f}" for source, value in values.items())
+        if loop:
+            shown += f"; of a disturbance a step leaves {loop['contraction_step']:.2f}"
         self.watch.say(f"step {step}: {validation.words} {shown}")
+
+    def measure_loop(self, validation: Validation) -> dict[str, Any]:
+        """Whether the recurrence holds, where there is one."""
+        if self.objective.decoder.injection is None:
+            return {}
+        tokens = validation.tokens(DIAGNOSTIC_ROWS).to(self.device)
+        return asdict(loop_diagnostics(self.objective.decoder, tokens))
 
     def close(self) -> None:
         if self.metrics is not None:
