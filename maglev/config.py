@@ -222,6 +222,7 @@ class TrainConfig:
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
+    recompute: Literal["none", "selective", "full"] = "none"
     threads: int = 0
     checkpoint_every: int = 1000
     keep_checkpoints: int = 2

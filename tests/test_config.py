@@ -110,6 +110,7 @@ BAD_SETTINGS = [
     ("swa-ssss", "train.seed", "-1"),
     ("swa-ssss", "train.precision", "float8"),
     ("swa-ssss", "train.compile", "yes"),
+    ("swa-ssss", "train.recompute", "some"),
     ("swa-ssss", "train.threads", "-2"),
     ("swa-ssss", "train.checkpoint_every", "0"),
     ("swa-ssss", "train.keep_checkpoints", "0"),

@@ -24,7 +24,7 @@ ALLOWED = {
     "model": {"ops", "config", "errors"},
     "objectives": {"model", "ops"} | BASE,
     "inference": {"model", "ops", "data", "checkpoint"} | BASE,
-    "bench": {"inference", "model", "ops"} | BASE,
+    "bench": {"train", "objectives", "inference", "model", "ops", "data"} | BASE,
     "evaluate": {"objectives", "inference", "model", "ops", "data", "checkpoint"} | BASE,
     "train": {"evaluate", "objectives", "model", "ops", "data", "checkpoint"} | BASE,
     "hf": {"inference", "objectives", "model", "ops", "data", "checkpoint"} | BASE,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 FORMATS = (".svg", ".png", ".pdf")
 SIZE = (9.6, 3.8)
-COLOURS = ("#d97706", "#3b82f6")
+COLOURS = ("#d97706", "#3b82f6", "#059669", "#db2777", "#7c3aed")
 # by way to step and format of its weights
 STYLES = {("plain", "plain"): ":", ("fast", "plain"): "-", ("fast", "int8"): "--", ("fast", "fp8"): "-."}
 
@@ -50,6 +50,60 @@ def save(path: Path, draw: Callable[["Figure"], None]) -> None:
 def models_of(result: dict[str, Any]) -> dict[str, str]:
     """Each model with its colour, in order of appearance."""
     return dict(zip(dict.fromkeys(row["model"] for row in result["rows"]), COLOURS))
+
+
+def recipes_of(result: dict[str, Any]) -> dict[str, str]:
+    names = dict.fromkeys(row["recipe"] for row in result["rows"])
+    return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
+
+
+def plot_train(result: dict[str, Any], path: Path) -> None:
+    """Share of the matrix rate, and speed beside SWA's with what the counted FLOPs allow."""
+
+    def draw(figure: "Figure") -> None:
+        rate, speed = figure.subplots(1, 2)
+        labels = [f"{row['recipe']}\nd{row['depth']}" for row in result["rows"]]
+        colours = [recipes_of(result)[row["recipe"]] for row in result["rows"]]
+        rate.bar(labels, [100 * row["mfu"] for row in result["rows"]], color=colours)
+        rate.set_ylabel("% of the matrix rate")
+        own = [f"{each['recipe']}\nd{each['depth']}" for each in result["summary"]]
+        tints = [recipes_of(result)[each["recipe"]] for each in result["summary"]]
+        speed.bar(own, [each["speed_by_swa"] for each in result["summary"]], color=tints)
+        allowed = [each["allowed_by_flops"] for each in result["summary"]]
+        speed.plot(own, allowed, "_", color="black", markersize=18, label="what the counted FLOPs allow")
+        speed.set_ylabel("tokens/s by SWA's")
+        speed.legend()
+        for axes in (rate, speed):
+            axes.tick_params("x", labelrotation=90, labelsize=6)
+        figure.suptitle(f"Training on {result['device']}, {result['dtype']}")
+
+    save(path, draw)
+
+
+def plot_scaling(result: dict[str, Any], path: Path) -> None:
+    """Time of a step along each axis, with the counted FLOPs beside it, both by the axis's second point."""
+    sizes = {"rows": "rows", "layers": "depth", "context": "context"}
+    titles = {"rows": "rows of a pass", "layers": "layers at one width", "context": "context at one W"}
+
+    def draw(figure: "Figure") -> None:
+        for axes, (axis, key) in zip(figure.subplots(1, 3), sizes.items()):
+            for recipe, colour in recipes_of(result).items():
+                own = [row for row in result["rows"] if (row["recipe"], row["axis"]) == (recipe, axis)]
+                middle = own[min(1, len(own) - 1)]
+                places = [row[key] for row in own]
+                times = [row["seconds_per_step"] / middle["seconds_per_step"] for row in own]
+                counted = [row["flops_per_token"] * row["tokens_per_step"] for row in own]
+                base = middle["flops_per_token"] * middle["tokens_per_step"]
+                axes.plot(places, times, marker="o", color=colour, label=recipe)
+                axes.plot(places, [count / base for count in counted], ":", color=colour, label=f"{recipe}, FLOPs")
+            axes.set_xlabel(titles[axis])
+            axes.set_ylim(bottom=0)
+            axes.set_xlim(left=0)
+        figure.axes[0].set_ylabel("time of a step, by the second point")
+        figure.axes[0].legend(fontsize=7)
+        figure.suptitle(f"Training on {result['device']}, {result['dtype']}, from depth {result['depth']}")
+
+    save(path, draw)
 
 
 def plot_decode(result: dict[str, Any], path: Path) -> None:

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from maglev import __version__
-from maglev.cli import bench, data, demo, evaluate, generate, info, recall, train
+from maglev.cli import bench, bench_train, data, demo, evaluate, generate, info, recall, train
 from maglev.errors import RequestError
 
 
@@ -78,3 +78,4 @@ app.command("generate")(generate.generate)
 app.command("demo")(demo.demo)
 bench_group.command("read")(bench.read)
 bench_group.command("decode")(bench.decode)
+bench_group.command("train")(bench_train.train)

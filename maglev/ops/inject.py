@@ -1,13 +1,18 @@
 """Gated mix of local and memory features, and the two small maps around it."""
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from maglev.ops.reference import mix, rotate
 
-__all__ = ["gate", "mix", "rms_norm", "rotate"]
+__all__ = ["gate", "inject", "mix", "rms_norm", "rotate"]
 
 NORM_EPS = 1e-6
+# The Triton kernels of fused_inject instead of what the compiler makes of the lines below. They are tested, but not
+# yet measured on a GPU, and until they are ahead there they are not taken.
+FUSED = False
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -18,3 +23,37 @@ def rms_norm(x: Tensor) -> Tensor:
 def gate(logits: Tensor) -> Tensor:
     """2 * sigmoid: neutral, exactly 1, at 0."""
     return 2 * logits.sigmoid()
+
+
+def takes_kernels(query: Tensor) -> bool:
+    return FUSED and query.is_cuda
+
+
+def inject(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    memory_key: Tensor,
+    memory_value: Tensor,
+    local_logits: Tensor,
+    memory_logits: Tensor,
+    norm: Callable[[Tensor], Tensor] = rms_norm,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What attention takes of projections (B, T, H or G, Dh), memory features (B, T, G, Dh) and gates (B, T, G):
+    rotated, normalised queries, and mixed keys and values."""
+    if takes_kernels(query):
+        from maglev.ops import fused_inject
+
+        if fused_inject.serves(query, cos):
+            return fused_inject.inject(
+                query, key, value, cos, sin, memory_key, memory_value, local_logits, memory_logits
+            )
+    local_gate, memory_gate = gate(local_logits), gate(memory_logits)
+    query, key = norm(rotate(query, cos, sin)), norm(rotate(key, cos, sin))
+    return (
+        query,
+        mix(key, memory_key, local_gate, memory_gate),
+        mix(value, memory_value, local_gate, memory_gate),
+    )

@@ -7,7 +7,7 @@ import math
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -25,11 +25,12 @@ from maglev.objectives.maglev import MaglevObjective
 from maglev.ops import attention
 from maglev.runs import BAD_BATCHES
 from maglev.train import distributed, schedule
-from maglev.train.distributed import Ranks
+from maglev.train.distributed import Ranks, SaidElsewhere
+from maglev.train.fitting import NO_ROW, building_kernels, find_rows, memory_of, release, smaller, sufficed
 from maglev.train.metrics import MetricsLog, writing
 from maglev.train.optimizer import Optimizer
 from maglev.train.param_groups import build_param_groups
-from maglev.train.setup import build_for_training, compute_dtype, rows_of_step, rows_per_pass, start_from
+from maglev.train.setup import build_for_training, compute_dtype, most_rows, rows_of_step, rows_per_pass, start_from
 from maglev.train.signals import Interruption
 from maglev.train.speed import clock, matrix_rate
 from maglev.train.task import Task, Validation
@@ -126,6 +127,7 @@ class Trainer:
         if distributed.largest_over_ranks(int(validated)):
             self.validated_step = self.progress.step
         self.matrix_rate = matrix_rate(self.device, compute_dtype(self.config, self.device))
+        self.fit_rows()
 
     def open_metrics(self) -> None:
         if self.ranks.is_main:
@@ -239,21 +241,74 @@ class Trainer:
         return range(first, first + self.rows)
 
     def accumulate(self, batch: Batch) -> tuple[StepLosses, int]:
-        """Gradients of the mean over the global batch, a pass at a time; summed over ranks by the optimizer."""
+        """Gradients of the mean over the global batch, a pass at a time; summed over ranks by the optimizer.
+
+        Where memory runs out on a rank, all begin the step anew with smaller passes: nothing of it was applied yet.
+        """
         mine = float((batch.targets >= 0).sum())
         everyone = distributed.sum_over_ranks([mine])[0]
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        for first in range(0, self.rows, self.rows_per_pass):
-            part = Batch(*(array[first : first + self.rows_per_pass] for array in batch))
-            tokens = torch.from_numpy(part.tokens).to(self.device, non_blocking=True)
-            targets = torch.from_numpy(part.targets).to(self.device, non_blocking=True)
-            losses = self.objective(tokens, targets, documents_of(part, self.config.data, self.device))
-            share = float((part.targets >= 0).sum()) / max(everyone, 1.0)
-            (losses.total * share).backward()
-            means = torch.stack([losses.total, losses.next_token, losses.consistency])
-            sums += means.detach().double() * share
-        total, next_token, consistency, norms = distributed.sum_over_ranks([*sums.tolist(), self.gradient_norm()])
+        asked = self.rows_per_pass
+        while True:
+            sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+            short = not sufficed(lambda: self.add_passes(batch, everyone, sums))  # noqa: B023
+            norm = 0.0 if short else self.gradient_norm()
+            # a rank that is short may not even have room for the tensor of sums
+            own = [0.0] * 3 if short else sums.tolist()
+            total, next_token, consistency, norms, shortages = distributed.sum_over_ranks([*own, norm, float(short)])
+            if not shortages:
+                break
+            self.take_smaller_passes()
+        if self.rows_per_pass != asked and self.config.train.rows_per_pass:
+            self.optimizer.zero_grad()
+            self.fail(
+                f"train.rows_per_pass is {self.config.train.rows_per_pass} and passes of {asked} rows do not fit into "
+                f"the memory of {self.device}; {self.rows_per_pass} fit: set it to that, or leave it away"
+            )
         return StepLosses(total, next_token, consistency, norms), int(everyone)
+
+    def add_passes(self, batch: Batch, everyone: float, sums: Tensor) -> None:
+        for first in range(0, self.rows, self.rows_per_pass):
+            self.add_pass(Batch(*(array[first : first + self.rows_per_pass] for array in batch)), everyone, sums)
+
+    def add_pass(self, part: Batch, everyone: float, sums: Tensor) -> None:
+        tokens = torch.from_numpy(part.tokens).to(self.device, non_blocking=True)
+        targets = torch.from_numpy(part.targets).to(self.device, non_blocking=True)
+        share = float((part.targets >= 0).sum()) / max(everyone, 1.0)
+        with building_kernels(self.device):
+            losses = self.objective(tokens, targets, documents_of(part, self.config.data, self.device))
+            (losses.total * share).backward()
+        means = torch.stack([losses.total, losses.next_token, losses.consistency])
+        sums += means.detach().double() * share
+
+    def take_smaller_passes(self) -> None:
+        self.optimizer.zero_grad()
+        release(self.device)
+        was, self.rows_per_pass = self.rows_per_pass, smaller(self.rows, self.rows_per_pass)
+        if not self.rows_per_pass:
+            self.fail(NO_ROW.format(device=self.device))
+        self.watch.say(f"out of memory with {was} rows per pass; the step begins anew with {self.rows_per_pass}")
+
+    def fail(self, message: str) -> NoReturn:
+        """All ranks come here; the first one says why."""
+        raise WorkError(message) if self.ranks.is_main else SaidElsewhere(message, 1)
+
+    def fit_rows(self) -> None:
+        """Where the user left it open and memory can be measured: the largest micro-batch that fits."""
+        memory = memory_of(self.device)
+        if memory is None or self.config.train.rows_per_pass:
+            return
+
+        def try_pass(rows: int) -> None:
+            part = Batch(*(array[:rows] for array in batch))
+            self.add_pass(part, 1.0, torch.zeros(3, dtype=torch.float64, device=self.device))
+
+        def clear() -> None:
+            self.optimizer.zero_grad()
+            release(self.device)
+
+        batch = distributed.together(lambda: self.loader.batch(self.rows_of(self.progress.step)))
+        found = find_rows(self.rows, self.rows_per_pass, most_rows(self.config), memory, try_pass, clear)
+        self.rows_per_pass = found or self.fail(NO_ROW.format(device=self.device))
 
     def gradient_norm(self) -> float:
         gradients = [p.grad for p in self.objective.parameters() if p.grad is not None]

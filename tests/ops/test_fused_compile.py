@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from maglev.ops import fused_decode, fused_product, fused_read, fused_ring  # noqa: E402
+from maglev.ops import fused_decode, fused_inject, fused_product, fused_read, fused_ring  # noqa: E402
 
 WIDTH, HEADS, HEAD_DIM, WINDOW, VOCAB = 1280, 10, 128, 512, 32_768
 
@@ -181,3 +181,15 @@ def test_every_other_kernel_waits_before_it_reads(name: str) -> None:
     before, after = around_the_wait(ptx)
     assert LAUNCH in after and "ld.global" not in before
     assert name != "window" or "wgmma" in after
+
+
+@pytest.mark.parametrize("kernel", [fused_inject.inject_kernel, fused_inject.inject_backward_kernel])
+def test_injection_stays_in_registers(kernel: Any) -> None:
+    """Wide loads of every feature, and nothing spilled to local memory."""
+    pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
+    types = {name: "*fp32" if name in ("cos_ptr", "sin_ptr") else "*bf16" for name in pointers}
+    types |= {"rows": "i32", "period": "i32", "eps": "fp32"}
+    half = HEAD_DIM // 2
+    constants = {"HEADS": HEADS, "KV_HEADS": HEADS, "HALF": half, "BLOCK": half, "ROWS": fused_inject.TILE // HEAD_DIM}
+    ptx = assembly(kernel, types, constants, ["rows", "period"], fused_inject.WARPS)
+    assert wide_loads(ptx) >= 8 and "st.local" not in ptx

@@ -239,6 +239,34 @@ def test_a_bad_step_of_one_rank_is_skipped_by_both(data: Path, tmp_path: Path, p
     assert "not finite 2 steps in a row, up to step 4" in ranks[0].error and ranks[1].stderr == ""
 
 
+SHORT = """
+import torch
+from maglev.train.loop import Trainer
+plain = Trainer.add_pass
+def add_pass(self, part, *rest):
+    plain(self, part, *rest)
+    if len(part.tokens) > 1 and self.progress.step == 2:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+Trainer.add_pass = add_pass
+"""
+
+
+def test_memory_that_one_rank_lacks_makes_both_take_smaller_passes(
+    data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    """In the third step, after that rank's own gradients; fixed by the user, the first rank says what fits."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    processes.run(train_arguments("maglev-shared-0.1", data, one, FAST))
+    arguments = train_arguments("maglev-shared-0.1", data, two, FAST)
+    ranks = run_ranks(processes, arguments, before=on_rank(1, SHORT))
+    assert "out of memory with 2 rows per pass; the step begins anew with 1" in ranks[0].stderr
+    np.testing.assert_allclose(losses_of(two), losses_of(one), rtol=0, atol=1e-5)
+    arguments = train_arguments("maglev-shared-0.1", data, tmp_path / "fixed", FAST | {"train.rows_per_pass": 2})
+    ranks = start_ranks(processes, [arguments] * 2, on_rank(1, SHORT))
+    assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
+    assert "passes of 2 rows do not fit into the memory of cpu; 1 fit" in ranks[0].error and ranks[1].stderr == ""
+
+
 def test_ranks_need_a_meeting_place(data: Path, tmp_path: Path, processes: Processes) -> None:
     arguments = train_arguments("swa-ssss", data, tmp_path / "run")
     alone = processes.run(arguments, status=2, RANK=0, LOCAL_RANK=0, WORLD_SIZE=2)
