@@ -73,7 +73,7 @@ def disagreement(fingerprint: str) -> str:
 
 
 def work(folder: Path, world: int) -> None:
-    ranks = distributed.start("cpu", f"file://{folder}/store-{world}", timedelta(seconds=60))
+    ranks = distributed.start("cpu", timedelta(seconds=60), f"file://{folder}/store-{world}")
     out = folder / f"world-{world}"
     distributed.BUCKET_ELEMENTS = 50
     parameters = start_parameters()

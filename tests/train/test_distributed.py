@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_messages_between_ranks(runs: Path, world: int) -> None:
 def test_without_torchrun_there_is_one_rank_and_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    ranks = distributed.start("cpu")
+    ranks = distributed.start("cpu", timedelta(seconds=60))
     assert ranks == distributed.Ranks(0, 1, 0, torch.device("cpu")) and ranks.is_main
     assert not torch.distributed.is_initialized()
     assert distributed.sum_over_ranks([1, 2.5]) == [1.0, 2.5]
