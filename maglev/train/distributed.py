@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maglev.errors import RequestError, WorkError
+from maglev.train.meeting import fresh_store
 
 try:
     from torch.distributed import all_gather_single
@@ -48,7 +49,7 @@ class Ranks:
         return self.rank == 0
 
 
-def start(device: str, timeout: timedelta, init_method: str = "env://") -> Ranks:
+def start(device: str, timeout: timedelta) -> Ranks:
     """Take the place that torchrun gave this process; without torchrun it is the only rank.
 
     A message that takes longer than `timeout` is lost, and ends this rank.
@@ -61,7 +62,7 @@ def start(device: str, timeout: timedelta, init_method: str = "env://") -> Ranks
         try:
             dist.init_process_group(
                 "nccl" if chosen.type == "cuda" else "gloo",
-                init_method=init_method,
+                store=fresh_store(rank, world, timeout),
                 rank=rank,
                 world_size=world,
                 timeout=timeout,

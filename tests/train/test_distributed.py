@@ -58,6 +58,13 @@ def test_ranks_give_the_parameters_of_one_process(runs: Path, world: int) -> Non
 
 
 @pytest.mark.parametrize("world", [2, 4])
+def test_divided_parameters_are_updated_as_whole_ones(runs: Path, world: int) -> None:
+    expected = tensors(runs, 1, "final", 0)
+    for rank in range(world):
+        assert_close(tensors(runs, world, "divided", rank), expected)
+
+
+@pytest.mark.parametrize("world", [2, 4])
 def test_state_does_not_depend_on_the_number_of_ranks(runs: Path, world: int) -> None:
     expected = tensors(runs, 1, "state", 0)
     assert_close(tensors(runs, world, "state", 0), expected)
@@ -86,6 +93,7 @@ def test_messages_between_ranks(runs: Path, world: int) -> None:
         assert fact["ranks"] == [rank, world, rank, "cpu"]
         assert fact["sums"] == pytest.approx([world, world * (world - 1) / 2, world * 1e-12], rel=1e-12)
         assert fact["agree"] == ""
+        assert fact["texts"] == ["ä" * other for other in range(world)]
         if world == 1:
             assert fact["disagree"] == ""
         else:
