@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, Protocol
@@ -99,7 +99,7 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
     stems: frozenset[str]
-    divided: dict[str, dict[str, Stored]]
+    divided: dict[str, dict[str, Stored]] = field(default_factory=dict)
 
     def tensors(self, stem: str) -> dict[str, Tensor]:
         """The tensors of one stem, on the CPU; none where the checkpoint was saved without it."""
@@ -169,17 +169,18 @@ def saving(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def begin_parts(run: Path, step: int) -> Path | None:
-    """For one of the ranks: the temporary folder that all of them write into, None where the step is saved already."""
+def begin_parts(run: Path, step: int, keep: int) -> bool:
+    """For one of the ranks: make the folder that all of them write into; False where the step is saved already."""
     folder = checkpoint_folder(run, step)
     with saving(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder.parent)
-        if folder.exists() and find_damage(folder) is None:
-            return None
-        temporary = parts_folder(run, step)
-        temporary.mkdir()
-        return temporary
+        wanted = not folder.exists() or find_damage(folder) is not None
+        if wanted:
+            parts_folder(run, step).mkdir()
+    if not wanted:
+        remove_older(run, step, keep)
+    return wanted
 
 
 def parts_folder(run: Path, step: int) -> Path:

@@ -52,7 +52,7 @@ def save_divided(
         if rank:
             return False
         before()
-        return checkpoint.begin_parts(run, step) is not None
+        return checkpoint.begin_parts(run, step, keep)
 
     wanted = distributed.together(begin)
     if not distributed.largest_over_ranks(int(wanted)):

@@ -119,6 +119,15 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks_in_either_mode(
             assert_same_tensors(run, runs[source])
 
 
+def test_a_divided_run_starts_from_a_divided_decoder(data: Path, tmp_path: Path, processes: Processes) -> None:
+    swa, more = tmp_path / "swa", {"init_from": tmp_path / "swa", "steps": 3}
+    jobs = [job("swa-ssss", data, swa, "full"), job(RECIPE, data, tmp_path / "run", "full", **more)]
+    run_jobs(processes, jobs, 2)
+    run_jobs(processes, [job(RECIPE, data, tmp_path / "alone", **more)], 1)
+    np.testing.assert_allclose(losses_of(tmp_path / "run"), losses_of(tmp_path / "alone"), rtol=0, atol=1e-5)
+    assert losses_of(tmp_path / "run")[0][1] < losses_of(swa)[0][1]
+
+
 def on_rank(rank: int, work: str) -> str:
     return f"import os\nif os.environ.get('RANK', '0') == '{rank}':\n    exec({work!r}, {{}})\n"
 
@@ -166,7 +175,7 @@ def full(*arguments):
     raise OSError(28, "No space left on device")
 plain, count = checkpoint.write_tensors, [0]
 def write_tensors(path, named):
-    if "step" not in str(path.parent) and path.name.startswith("optimizer"):
+    if path.name.startswith("optimizer"):
         count[0] += 1
         if count[0] == 2:
             {work}
