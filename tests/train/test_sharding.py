@@ -13,7 +13,7 @@ import pytest
 from maglev import checkpoint
 from maglev.runs import read_metrics
 from tests.helpers import ALL_RECIPES
-from tests.processes import Process, Processes, until
+from tests.processes import Process, Processes, Server, until
 from tests.small_runs import FAST, assert_same_tensors, losses_of, tensors_of, train_arguments
 
 RECIPE = "maglev-shared-0.1"
@@ -62,22 +62,32 @@ def job(recipe: str, data: Path, run: Path, sharding: str = "none", *more: str, 
     return train_arguments(recipe, data, run, chosen, *more, depth=2)
 
 
+FEW = {"steps": 4, "checkpoint_every": 4}
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory, fork_server: Server) -> Path:
+    """Every recipe in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "processes").mkdir()
+    jobs = [job(recipe, data, folder / recipe, **FEW) for recipe in ALL_RECIPES]
+    run_jobs(Processes(fork_server, folder / "processes"), jobs, 1)
+    return folder
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_recipe_has_the_losses_of_one_process(
-    world: int, data: Path, tmp_path: Path, processes: Processes
+    world: int, data: Path, alone: Path, tmp_path: Path, processes: Processes
 ) -> None:
     """Two layers: with one, nothing lies between the scales and the norm that does not see them."""
-    few = {"steps": 4, "checkpoint_every": 4}
-    run_jobs(processes, [job(recipe, data, tmp_path / f"{recipe}-alone", **few) for recipe in ALL_RECIPES], 1)
     modes = ("none", "full")
-    jobs = [job(recipe, data, tmp_path / f"{recipe}-{mode}", mode, **few) for recipe in ALL_RECIPES for mode in modes]
+    jobs = [job(recipe, data, tmp_path / f"{recipe}-{mode}", mode, **FEW) for recipe in ALL_RECIPES for mode in modes]
     run_jobs(processes, jobs, world)
     for recipe in ALL_RECIPES:
-        alone = tmp_path / f"{recipe}-alone"
-        norms = [row["gradient_norm"] for row in read_metrics(alone)]
-        shapes = {name: tensor.shape for name, tensor in tensors_of(alone).items()}
+        norms = [row["gradient_norm"] for row in read_metrics(alone / recipe)]
+        shapes = {name: tensor.shape for name, tensor in tensors_of(alone / recipe).items()}
         for run in (tmp_path / f"{recipe}-{mode}" for mode in modes):
-            np.testing.assert_allclose(losses_of(run), losses_of(alone), rtol=0, atol=1e-5, err_msg=run.name)
+            np.testing.assert_allclose(losses_of(run), losses_of(alone / recipe), rtol=0, atol=1e-5, err_msg=run.name)
             np.testing.assert_allclose([row["gradient_norm"] for row in read_metrics(run)], norms, rtol=1e-3)
             assert {name: tensor.shape for name, tensor in tensors_of(run).items()} == shapes
 
