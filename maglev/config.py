@@ -257,6 +257,7 @@ class TrainConfig:
                 0 <= value <= LARGEST_COUNT,
                 f"train.{name} is {value}; it must not be negative and at most {LARGEST_COUNT:,}",
             )
+        require(self.timeout <= 10**6, f"train.timeout is {self.timeout}; it is in seconds, at most 1,000,000")
         require(
             0 < self.tokens_per_parameter <= LARGEST_COUNT,
             f"train.tokens_per_parameter is {self.tokens_per_parameter}; "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -80,6 +81,13 @@ def start(device: str, timeout: timedelta) -> Ranks:
 def stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    """The end of a run, good or bad. NCCL's good end waits for the other ranks, which a failed one must not."""
+    if kind is not None and dist.is_initialized() and dist.get_backend() == "nccl" and dist.group.WORLD is not None:
+        dist.group.WORLD.abort()
+    stop()
 
 
 def read_place(environment: Mapping[str, str]) -> tuple[int, int, int]:

@@ -111,6 +111,12 @@ def refuse_other_run(run: Path, before: RunConfig, now: RunConfig) -> None:
                 )
 
 
+def longest_wait(settings: dict[str, Any]) -> timedelta:
+    """Read ahead of all else, since it is how long ranks wait to meet, too."""
+    seconds = parse_value("train.timeout", settings.get("train.timeout", TrainConfig.timeout), int)
+    return timedelta(seconds=TrainConfig(timeout=seconds).timeout)
+
+
 def train(
     recipe: str,
     data: str | Path | Task,
@@ -126,15 +132,14 @@ def train(
     `data` is the folder of a text, or a task of another kind.
     """
     wanted = settings or {}
-    timeout = TrainConfig(timeout=parse_value("train.timeout", wanted.get("train.timeout", TrainConfig.timeout), int))
-    ranks = distributed.start(str(wanted.get("train.device", "auto")), timedelta(seconds=timeout.timeout))
+    ranks = distributed.start(str(wanted.get("train.device", "auto")), longest_wait(wanted))
 
     def request() -> tuple[Task, RunConfig]:
         task: Task = Text(open_data(data)) if isinstance(data, str | Path) else data
         return task, configure(recipe, depth, wanted, task)
 
     with ExitStack() as held:
-        held.callback(distributed.stop)
+        held.push(distributed.leave)
         task, config = distributed.together(request)
         distributed.all_agree(canonical_json(asdict(config)), "configuration")
         distributed.all_agree(task.fingerprint, "data")

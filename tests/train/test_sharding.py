@@ -102,7 +102,7 @@ def half_of(run: Path, copy: Path) -> Path:
 def test_a_checkpoint_goes_on_on_any_number_of_ranks_in_either_mode(
     data: Path, tmp_path: Path, processes: Processes
 ) -> None:
-    """From one and two ranks to one, two and four; validation sees the weights of all ranks."""
+    """From one rank to two, from two to one, two and four; validation sees the weights of all ranks."""
     modes, more = ("none", "full"), {"validate_every": 3}
     runs = {"1-none": tmp_path / "1-none", "2-none": tmp_path / "2-none", "2-full": tmp_path / "2-full"}
     run_jobs(processes, [job(RECIPE, data, runs["1-none"], **more)], 1)
@@ -111,6 +111,8 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks_in_either_mode(
     for world in (1, 2, 4):
         jobs = []
         for source, run in runs.items():
+            if source.startswith("1") and world != 2:
+                continue
             for mode in modes if world > 1 else ("none",):
                 copy = half_of(run, tmp_path / f"{source}-to-{world}-{mode}")
                 resumed[source, f"{world}-{mode}"] = copy
