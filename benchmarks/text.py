@@ -66,6 +66,7 @@ def measure(recipe: str, seed: int, data: TokenData, arguments: argparse.Namespa
         "train.checkpoint_every": 10**6,
         "train.seed": seed,
     }
+    settings |= dict(item.split("=", 1) for item in arguments.set)
     began = time.perf_counter()
     summary = launch.train(recipe, data.folder, run, Lines(), depth=arguments.depth, settings=settings)
     trained = time.perf_counter() - began
@@ -85,7 +86,8 @@ def measure(recipe: str, seed: int, data: TokenData, arguments: argparse.Namespa
         )
         row[f"bpb_{source}"] = round(result.value, 5)
         row[f"by_position_{source}"] = [round(value, 4) for _, _, value in result.by_position]
-    shutil.rmtree(run)
+    if not arguments.keep:
+        shutil.rmtree(run)
     return row
 
 
@@ -101,10 +103,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="0 is one pass over the text")
     parser.add_argument("--rows", type=int, default=0, help="validation rows, 0 is all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of all recipes")
+    parser.add_argument("--keep", type=Path, help="a folder where data and runs stay")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
+        work = arguments.keep or Path(name)
         prepare(arguments.train, work / "data", 8192, tokenizer=arguments.tokenizer, validation=arguments.validation)
         data = open_data(work / "data")
         rows = []
@@ -124,6 +128,7 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
         "depth": arguments.depth,
         "context": 1024,
         "window": arguments.window,
+        "set": arguments.set,
         "rates": RATES,
         "maglev": maglev.__version__,
         "device": name,

@@ -1,7 +1,7 @@
 """What one decoded token costs: SWA and Maglev, step by step as it stands and with fused kernels, in one run.
 
-The share is that of the bytes which must move (every weight once, every row's state once) at the bandwidth of a device
-copy in the same run.
+The share is that of the bytes which must move (every weight once, as it is stored, every row's state once) at the
+bandwidth of a device copy in the same run.
 """
 
 import gc
@@ -19,13 +19,14 @@ from maglev.bench.limits import machine_rates
 from maglev.bench.models import QUICK, QUICK_DEPTH, RECIPES, full_state, random_decoder
 from maglev.errors import RequestError
 from maglev.inference.fast_step import FastDecoder
+from maglev.inference.rounding import check_weights
 from maglev.model.accounting import state_nbytes
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 from maglev.ops.decode_steps import Backend
+from maglev.ops.matrix import WeightFormat, check_format
 from maglev.recipes import PAPER_DEPTH, run_config
 
-KINDS = ("plain", "fast")
 LARGEST_BATCH = 1 << 16
 LAST_POSITION = 1 << 62
 
@@ -45,8 +46,14 @@ class DecodePlan:
     repeats: int
     quick: bool = False
     backend: Backend | None = None
+    # of the fast steps, one after another
+    weights: tuple[WeightFormat, ...] = ("plain",)
 
     def __post_init__(self) -> None:
+        if not self.weights:
+            raise RequestError("weights are empty; give at least one format")
+        for weights in self.weights:
+            check_format(weights)
         for name, values, least, most in (
             ("batches", self.batches, 1, LARGEST_BATCH),
             ("positions", self.positions, 0, LAST_POSITION),
@@ -61,7 +68,7 @@ class DecodePlan:
 
     @property
     def measurements(self) -> int:
-        return len(RECIPES) * len(KINDS) * len(self.batches) * len(self.positions)
+        return len(RECIPES) * (1 + len(self.weights)) * len(self.batches) * len(self.positions)
 
 
 def decode_plan(quick: bool = False, **given: Any) -> DecodePlan:
@@ -70,8 +77,8 @@ def decode_plan(quick: bool = False, **given: Any) -> DecodePlan:
         "depth": PAPER_DEPTH,
         "batches": (1, 64, 256),
         "positions": (1000, 10_000, 100_000, 1_000_000),
-        "calls": 50,
-        "repeats": 9,
+        "calls": 30,
+        "repeats": 5,
     }
     small: dict[str, Any] = {
         "depth": QUICK_DEPTH,
@@ -84,12 +91,16 @@ def decode_plan(quick: bool = False, **given: Any) -> DecodePlan:
     return DecodePlan(**((small if quick else full) | chosen | {"quick": quick}))
 
 
-def bytes_per_step(decoder: Decoder, batch: int) -> int:
-    """Every weight once, but of the embedding the rows that are looked up; every row's ring, memory and position."""
+def bytes_per_step(decoder: Decoder, batch: int, weight_bytes: int | None = None) -> int:
+    """Every weight once, but of the embedding the rows that are looked up; every row's ring, memory and position.
+
+    `weight_bytes` are those of weights that are stored in another way than the decoder's own.
+    """
     element = decoder.embedding.weight.element_size()
-    numbers = sum(parameter.numel() for parameter in decoder.parameters()) - decoder.embedding.weight.numel()
-    numbers += batch * decoder.config.width
-    return numbers * element + batch * state_nbytes(decoder.config, element)
+    if weight_bytes is None:
+        numbers = sum(parameter.numel() for parameter in decoder.parameters()) - decoder.embedding.weight.numel()
+        weight_bytes = numbers * element
+    return weight_bytes + batch * (decoder.config.width * element + state_nbytes(decoder.config, element))
 
 
 def plain_work(decoder: Decoder, state: DecoderState, tokens: Tensor, readout: bool = True) -> Work:
@@ -123,6 +134,8 @@ def measure_decode(
     }
     rows: list[Row] = []
     launches: dict[str, dict[str, float]] = {}
+    for weights in plan.weights:
+        check_weights(weights, device)
     with measuring_on(device):
         rates = machine_rates(device, dtype, plan.quick, plan.repeats)
         for name, config in configs.items():
@@ -130,7 +143,7 @@ def measure_decode(
             for batch in plan.batches:
                 found, times = measure_batch(name, decoder, batch, plan, rates["copy_bytes_per_s"], watch, visit)
                 rows += found
-                launches[f"{name}, batch {batch}"] = times
+                launches |= times
             del decoder
     return {
         "benchmark": "decode",
@@ -153,27 +166,39 @@ def measure_batch(
     copy_bytes_per_s: float,
     watch: Watch | None,
     visit: Visit | None,
-) -> tuple[list[Row], dict[str, float]]:
-    device = decoder.device
-    tokens = torch.randint(decoder.config.vocab_size, (batch,), device=device)
+) -> tuple[list[Row], dict[str, dict[str, float]]]:
+    """Rows of every way to step, and what the launches of the fast ones take."""
+    tokens = torch.randint(decoder.config.vocab_size, (batch,), device=decoder.device)
     state = full_state(decoder, batch)
+    rows: list[Row] = []
+    launches = {}
+
+    def add(kind: str, weights: WeightFormat, work: Work, size: int) -> None:
+        for found in measure_kind(work, state, plan):
+            row = {"model": name, "step": kind, "weight_format": weights, **found, "bytes": size}
+            row["share_of_copy"] = size / (found["ms"] / 1e3) / copy_bytes_per_s
+            rows.append(row)
+            if watch is not None:
+                watch(row)
+
     # first, so that the fast path's copies of weights do not count as the plain one's memory
-    rows = measure_kind("plain", plain_work(decoder, state, tokens), decoder, state, plan)
-    fast = FastDecoder(decoder, plan.backend)
-    rows += measure_kind("fast", fast_work(fast, state, tokens), decoder, state, plan)
-    for row in rows:
-        row |= {"model": name, "share_of_copy": row["bytes"] / (row["ms"] / 1e3) / copy_bytes_per_s}
-        if watch is not None:
-            watch(row)
-    state.position.fill_(plan.positions[0])
-    if visit is not None:
-        visit(fast, state, tokens)
-    return rows, launch_times(fast, state, tokens, plan.repeats)
+    add("plain", "plain", plain_work(decoder, state, tokens), bytes_per_step(decoder, batch))
+    for weights in plan.weights:
+        fast = FastDecoder(decoder, plan.backend, weights)
+        size = bytes_per_step(decoder, batch, fast.weight_bytes)
+        add("fast", weights, fast_work(fast, state, tokens), size)
+        state.position.fill_(plan.positions[0])
+        if visit is not None:
+            visit(fast, state, tokens)
+        stored = "" if weights == "plain" else f", {weights}"
+        launches[f"{name}, batch {batch}{stored}"] = launch_times(fast, state, tokens, plan.repeats)
+        del fast
+    return rows, launches
 
 
-def measure_kind(kind: str, work: Work, decoder: Decoder, state: DecoderState, plan: DecodePlan) -> list[Row]:
+def measure_kind(work: Work, state: DecoderState, plan: DecodePlan) -> list[Row]:
     """One way to step, from a CUDA graph where there is one, at every position."""
-    device, batch = decoder.device, state.batch_size
+    device, batch = state.memory.device, state.batch_size
     # graphs of the way before hold memory until they are collected
     gc.collect()
     reset_peak(device)
@@ -182,29 +207,31 @@ def measure_kind(kind: str, work: Work, decoder: Decoder, state: DecoderState, p
     for position in plan.positions:
         state.position.fill_(position)
         taken = seconds(step, device, plan.calls, plan.repeats)
-        row = {"step": kind, "batch": batch, "position": position, "ms": taken * 1e3, "tokens_per_s": batch / taken}
-        rows.append(row | {"bytes": bytes_per_step(decoder, batch), "peak_bytes": peak_bytes(device)})
+        row = {"batch": batch, "position": position, "ms": taken * 1e3, "tokens_per_s": batch / taken}
+        rows.append(row | {"peak_bytes": peak_bytes(device)})
     return rows
 
 
 def summary(rows: list[Row]) -> list[Row]:
-    """Per step and batch, medians over positions: Maglev's time by SWA's, and the slowest position by the fastest."""
+    """Medians over positions of every way to step: Maglev's time by SWA's, and the slowest position by the fastest."""
     found = []
-    for kind, batch in dict.fromkeys((row["step"], row["batch"]) for row in rows):
+    keys = ("step", "weight_format", "batch")
+    for key in dict.fromkeys(tuple(row[name] for name in keys) for row in rows):
         own = {
-            name: [row for row in rows if (row["model"], row["step"], row["batch"]) == (name, kind, batch)]
-            for name in RECIPES
+            model: [row for row in rows if (row["model"], *(row[name] for name in keys)) == (model, *key)]
+            for model in RECIPES
         }
+        batch = key[-1]
         ms = {name: statistics.median(row["ms"] for row in each) for name, each in own.items()}
         share = {name: statistics.median(row["share_of_copy"] for row in each) for name, each in own.items()}
         spread = {name: max(r["ms"] for r in each) / min(r["ms"] for r in each) for name, each in own.items()}
         found.append(
             {
-                "step": kind,
-                "batch": batch,
+                **dict(zip(keys, key, strict=True)),
                 "ms": ms,
                 "tokens_per_s": {name: batch / value * 1e3 for name, value in ms.items()},
                 "share_of_copy": share,
+                "bytes": {name: each[0]["bytes"] for name, each in own.items()},
                 "peak_bytes": {name: each[0]["peak_bytes"] for name, each in own.items()},
                 "maglev_by_swa": ms["maglev"] / ms["swa"],
                 "slowest_by_fastest_position": spread,

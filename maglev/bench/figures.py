@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 FORMATS = (".svg", ".png", ".pdf")
 SIZE = (9.6, 3.8)
 COLOURS = ("#d97706", "#3b82f6")
-STYLES = {"plain": ":", "fast": "-"}
+# by way to step and format of its weights
+STYLES = {("plain", "plain"): ":", ("fast", "plain"): "-", ("fast", "int8"): "--", ("fast", "fp8"): "-."}
 
 
 def check_plot(path: Path) -> None:
@@ -59,24 +60,27 @@ def plot_decode(result: dict[str, Any], path: Path) -> None:
     def draw(figure: "Figure") -> None:
         share, flat = figure.subplots(1, 2)
         for model, colour in models_of(result).items():
-            for kind, style in STYLES.items():
-                label = f"{model}, {kind}"
-                each = {entry["batch"]: entry for entry in result["summary"] if entry["step"] == kind}
+            for way in dict.fromkeys((row["step"], row["weight_format"]) for row in rows):
+                style, label = STYLES[way], f"{model}, {way[0]}" + (f", {way[1]}" if way[1] != "plain" else "")
+                entries = [e for e in result["summary"] if (e["step"], e["weight_format"]) == way]
+                each = {entry["batch"]: entry for entry in entries}
                 shares = [100 * each[batch]["share_of_copy"][model] for batch in batches]
                 share.plot(batches, shares, style, marker="o", color=colour, label=label)
-                own = [r for r in rows if (r["model"], r["step"], r["batch"]) == (model, kind, batches[0])]
+                keys = ("model", "step", "weight_format", "batch")
+                own = [row for row in rows if tuple(row[key] for key in keys) == (model, *way, batches[0])]
                 times = [row["ms"] / own[0]["ms"] for row in own]
                 flat.plot([row["position"] for row in own], times, style, marker="o", color=colour, label=label)
         share.set_xscale("log", base=2)
         share.set_xticks(batches, [str(batch) for batch in batches])
         share.set_xlabel("sequences in the batch")
         share.set_ylabel("% of the copy bandwidth")
-        share.set_ylim(bottom=0)
+        share.set_ylim(0, 100)
         flat.set_xscale("symlog", linthresh=1)
         flat.set_xlabel("position (tokens read before)")
         flat.set_ylabel(f"step time, batch {batches[0]}, by the first")
-        flat.set_ylim(bottom=0)
-        share.legend()
+        flat.set_ylim(0, max(1.2, flat.get_ylim()[1]))
+        # the right-hand plot is one line where all is well, so there is room
+        flat.legend(loc="lower center", ncols=2)
         figure.suptitle(f"{result['device']}, {result['dtype']}, depth {result['depth']}, random weights")
 
     save(path, draw)
@@ -108,7 +112,7 @@ def plot_read(result: dict[str, Any], path: Path) -> None:
         passes.legend()
         change.set_yscale("log")
         change.set_xlabel("pass")
-        change.set_ylabel("relative change (largest of the chunks) or distance")
+        change.set_ylabel("change in a pass, distance to stepping")
         figure.suptitle(f"{result['device']}, {result['dtype']}, depth {result['depth']}, {result['text']}")
 
     save(path, draw)

@@ -28,6 +28,7 @@ PASSES = 6
 BEYOND = 2
 # positions that are also stepped, to see how far passes are from there
 COMPARED = 1024
+STRIDES = (1, 4)
 LONGEST = 1 << 24
 
 Row = dict[str, Any]
@@ -41,6 +42,7 @@ class ReadPlan:
     tokens: int
     passes: int | None
     chunk: int | None
+    stride: int | None
     steps: int
     repeats: int
     quick: bool = False
@@ -50,6 +52,7 @@ class ReadPlan:
             ("tokens", self.tokens, 1),
             ("passes", self.passes, 1),
             ("chunk", self.chunk, 1),
+            ("stride", self.stride, 1),
             ("steps", self.steps, 1),
             ("repeats", self.repeats, 1),
         ):
@@ -58,10 +61,10 @@ class ReadPlan:
 
 
 def read_plan(quick: bool = False, **given: int | None) -> ReadPlan:
-    """What is not given (None) is that of a full or a quick run; passes and chunk stay open."""
+    """What is not given (None) is that of a full or a quick run; passes, chunk and stride stay open."""
     full = {"tokens": 16_384, "steps": 256, "repeats": 5}
     small = {"tokens": 100, "steps": 4, "repeats": 2}
-    open_ended: dict[str, int | None] = {"passes": None, "chunk": None}
+    open_ended: dict[str, int | None] = {"passes": None, "chunk": None, "stride": None}
     chosen = {key: value for key, value in given.items() if value is not None}
     return ReadPlan(**(open_ended | (small if quick else full) | chosen), quick=quick)  # type: ignore[arg-type]
 
@@ -110,7 +113,7 @@ def measure_model(
     reports: list[ReadingReport] = []
 
     def read(passes: int | None) -> ReadingReport:
-        return read_(reader, tokens, decoder.initial_state(1), chunk=chunk, passes=passes)
+        return read_(reader, tokens, decoder.initial_state(1), chunk=chunk, passes=passes, stride=plan.stride)
 
     watch(f"{name}: reading")
     reset_peak(decoder.device)
@@ -133,6 +136,7 @@ def measure_model(
         "weights": weights,
         "tokens": length,
         "chunk": chunk,
+        "stride": plan.stride or STRIDE[decoder.compute_dtype],
         "passes": report.passes,
         "passes_per_token": sum(n * size for n, size in zip(report.passes, chunks(length, chunk))) / length,
         "stepped": report.stepped,
@@ -157,7 +161,7 @@ def distance_by_pass(reader: Decoder | FastDecoder, tokens: Tensor, passes: int)
     state = reader.initial_state(1)
     stepped = torch.stack([reader.step_(token[None], state).clone() for token in tokens[0]], dim=1)  # (1, T, D)
     found = {}
-    for stride in (1, STRIDE):
+    for stride in STRIDES:
         chunk, memory = chunk_of(reader, tokens, reader.initial_state(1), 0), torch.zeros_like(stepped)
         errors = []
         for number in range(passes):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from maglev.cli.output import console, describe_bytes, emit, finite, progress, say
+from maglev.cli.weights import weight_format
 from maglev.errors import RequestError
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ def decode(
         str | None,
         typer.Option("--positions", metavar="N,N...", help="Tokens read before; 1000,10000,100000,1000000."),
     ] = None,
+    weights: Annotated[
+        str, typer.Option("--weights", metavar="NAME,NAME...", help="Of the fast steps: plain, int8, fp8.")
+    ] = "plain",
     device: Device = "auto",
     dtype: Dtype = "auto",
     quick: Quick = False,
@@ -53,6 +57,7 @@ def decode(
         depth=depth,
         batches=whole_numbers("--batches", batches),
         positions=whole_numbers("--positions", positions),
+        weights=tuple(weight_format(each) for each in weights.split(",")),
     )
     place, precision = resolve(device, dtype)
     done = 0
@@ -61,7 +66,7 @@ def decode(
         def watch(row: Result) -> None:
             nonlocal done
             done += 1
-            meter.update("decoding", done, plan.measurements, f"{row['model']}, {row['step']}, batch {row['batch']}")
+            meter.update("decoding", done, plan.measurements, f"{row['model']}, {described(row)}, batch {row['batch']}")
 
         result = measure_decode(plan, place, precision, watch)
     finish(result, out, plot, plot_decode, as_json, render_decode)
@@ -79,6 +84,9 @@ def read(
         typer.Option("--passes", help="Always so many per chunk; a recipe's random weights have 6 unless given."),
     ] = None,
     chunk: Annotated[int | None, typer.Option("--chunk", help="Positions per chunk; as far as a pass carries.")] = None,
+    stride: Annotated[
+        int | None, typer.Option("--stride", help="A pass computes every so-many-th position at a time; by precision.")
+    ] = None,
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", metavar="FILE", help="What a run reads; Python's docs unless given.")
     ] = None,
@@ -97,7 +105,9 @@ def read(
     from maglev.cli.runs import is_recipe
 
     random = is_recipe(run_or_recipe)
-    plan = read_plan(quick, tokens=tokens, passes=PASSES if random and passes is None else passes, chunk=chunk)
+    plan = read_plan(
+        quick, tokens=tokens, passes=PASSES if random and passes is None else passes, chunk=chunk, stride=stride
+    )
     place, precision = resolve(device, dtype)
     if random:
         if prompt_file is not None:
@@ -219,21 +229,27 @@ def memory_shown(count: int | None) -> str:
     return "-" if count is None else describe_bytes(count)
 
 
+def described(row: Result) -> str:
+    """The way to step, with its weights where they are not the decoder's own."""
+    return row["step"] if row["weight_format"] == "plain" else f"{row['step']}, {row['weight_format']}"
+
+
 def render_decode(result: Result) -> None:
     from rich.table import Table
 
     render_machine(result)
     table = Table("batch", "step", "model")
-    for title in ("ms", "tokens/s", "of the copy", "by SWA", "by position", "peak memory"):
+    for title in ("ms", "tokens/s", "bytes", "of the copy", "by SWA", "by position", "peak memory"):
         table.add_column(title, justify="right")
     for entry in result["summary"]:
         for model in entry["ms"]:
             table.add_row(
                 str(entry["batch"]),
-                entry["step"],
+                described(entry),
                 model,
                 f"{entry['ms'][model]:.3f}",
                 f"{entry['tokens_per_s'][model]:,.0f}",
+                describe_bytes(entry["bytes"][model]),
                 f"{entry['share_of_copy'][model]:.1%}",
                 f"{entry['ms'][model] / entry['ms']['swa']:.3f}",
                 f"{entry['slowest_by_fastest_position'][model]:.3f}",
@@ -243,7 +259,8 @@ def render_decode(result: Result) -> None:
     positions = ", ".join(f"{at:,}" for at in dict.fromkeys(row["position"] for row in result["rows"]))
     console().print(
         f"Random weights. Medians over positions {positions}; 'by position' is the slowest of them by the fastest. "
-        "'of the copy': every weight once and every row's state once, per second, by what a copy moves.",
+        "'bytes': every weight once, as it is stored, and every row's state once; 'of the copy': those per second, by "
+        "what a copy moves.",
         soft_wrap=True,
     )
 

@@ -31,7 +31,8 @@ SETTINGS: dict[str, Any] = {
     "train.tokens_per_step": 4096,
     "train.steps": 100,
     "train.checkpoint_every": 100,
-    "train.validate_every": 0,
+    "train.validate_every": 20,
+    "train.validation_rows": 8,
     # rates are given for 524,288 tokens per step and shrink with the root of it; a short run wants them back
     "optimizer.matrix_lr": 0.2,
     "optimizer.embedding_lr": 2.0,
@@ -185,11 +186,18 @@ def run_report(entry: Measured) -> "RunReport":
         )
         for source, found in entry.results.items()
     }
+    checks = [row for row in read_metrics(entry.run) if row["kind"] == "validation" and "contraction_step" in row]
+    contraction = {
+        name: Curve([row["step"] for row in checks], [row[f"contraction_{name}"] for row in checks])
+        for name in ("pass", "step")
+        if checks
+    }
     return RunReport(
         name=entry.recipe,
         label=LABELS[entry.recipe],
         training=Curve(at, [row["next_token_loss"] for row in rows]),
         consistency=consistency,
+        contraction=contraction,
         bits_per_byte={source: found.value for source, found in entry.results.items()},
         by_position=positions,
         state_bytes=entry.state_bytes,

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from maglev.cli.output import console, emit, progress, say
+from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
 
 
@@ -21,6 +22,7 @@ def bpb(
     split: Annotated[str, typer.Option("--split", help="Which split of the data.")] = "validation",
     rows: Annotated[int, typer.Option("--rows", help="Only so many rows of it; 0 is all.")] = 0,
     rows_per_pass: Annotated[int, typer.Option("--rows-per-pass", help="Sequences at a time.")] = 64,
+    weights: Weights = "plain",
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
@@ -38,13 +40,19 @@ def bpb(
             raise RequestError(f"{name} is {value}; it must be at least {least}")
     if passes is not None and memory != "refined":
         raise RequestError(f"--passes goes with --memory refined, not with {memory}; leave it away")
+    stored = weight_format(weights)
+    if stored != "plain" and memory == "lifted":
+        raise RequestError(
+            f"--weights {weights} goes with --memory recurrent or refined, the prefiller of lifted memories is not "
+            f"rounded; leave one of them away"
+        )
     from maglev.data.loader import Loader
     from maglev.evaluate.bpb import bits_per_byte
     from maglev.evaluate.runs import load_objective, open_matching_data
     from maglev.train.distributed import resolve_device
 
     place = resolve_device(device, setting="--device")
-    config, objective, step = load_objective(run, place, say, with_prefiller=memory == "lifted")
+    config, objective, step = load_objective(run, place, say, with_prefiller=memory == "lifted", weights=stored)
     tokens = open_matching_data(run, data)
     loader = Loader(tokens, split, config.model.context, seed=0, shuffle=False)
     with progress("rows") as meter:
@@ -59,7 +67,7 @@ def bpb(
             data=config.data,
             progress=lambda done, total: meter.update(f"bits per byte, {memory}", done, total),
         )
-    facts = {"run": str(run), "recipe": config.recipe, "step": step, "split": split}
+    facts = {"run": str(run), "recipe": config.recipe, "step": step, "split": split, "weights": weights}
     emit(facts | result.to_dict(), as_json, render)
 
 
@@ -68,10 +76,11 @@ def render(value: dict[str, Any]) -> None:
 
     key = f"bpb_{value['memory']}"
     passes = f", {value['passes']} passes" if value["passes"] else ""
+    weights = f", {value['weights']} weights" if value["weights"] != "plain" else ""
     out = console()
     out.print(
         f"{value['run']} ({value['recipe']}, step {value['step']}), {value['split']}: "
-        f"{value[key]:.4f} bits per byte with {value['memory']} memories{passes} "
+        f"{value[key]:.4f} bits per byte with {value['memory']} memories{passes}{weights} "
         f"({value['tokens']:,} tokens, {value['bytes']:,} bytes)"
     )
     table = Table("positions", f"bits per byte ({value['memory']})")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from maglev.cli.output import say
+from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
 
 if TYPE_CHECKING:
@@ -48,11 +49,12 @@ def generate(
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same text.")] = 0,
+    weights: Weights = "plain",
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
     """Stream text from the bounded decoder."""
-    check_read(read, repetition_penalty)
+    check_read(read, repetition_penalty, weights)
     text = read_prompt(prompt, prompt_file)
     from maglev.model.accounting import state_nbytes
     from maglev.train.distributed import resolve_device
@@ -67,9 +69,12 @@ def generate(
         "stop": stop or (),
         "seed": seed,
     }
-    begin = begin_lifted if read == "lifted" else begin_recurrent
+    place = resolve_device(device, setting="--device")
     # a wrong value is told here, before anything is printed
-    lm, written, began = begin(run, resolve_device(device, setting="--device"), text, sampling)
+    if read == "lifted":
+        lm, written, began = begin_lifted(run, place, text, sampling)
+    else:
+        lm, written, began = begin_recurrent(run, place, weights, text, sampling)
     if not as_json:
         stream(text, written)
         return
@@ -78,6 +83,7 @@ def generate(
         "text": "".join(written),
         "memory": "recurrent",
         "prompt_memory": read,
+        "weights": lm.weights,
         "prompt_tokens": 1 + len(lm.tokenizer.encode(text)),
         "state_bytes": state_nbytes(lm.decoder.config, lm.decoder.compute_dtype.itemsize),
         "seconds": time.perf_counter() - began,
@@ -85,18 +91,22 @@ def generate(
     print(json.dumps(result))
 
 
-def check_read(read: str, repetition_penalty: float) -> None:
+def check_read(read: str, repetition_penalty: float, weights: str) -> None:
     if read not in READS:
         raise RequestError(f"--read is {read!r}; it must be one of {', '.join(READS)}")
     if read == "lifted" and repetition_penalty != 1:
         # a state keeps no list of tokens, so the penalty would silently miss the prompt's
         raise RequestError("--repetition-penalty goes with --read recurrent alone; leave one of them away")
+    if read == "lifted" and weight_format(weights) != "plain":
+        raise RequestError(
+            f"--weights {weights} goes with --read recurrent alone, since nobody rounds the prefiller; leave one away"
+        )
 
 
-def begin_recurrent(run: Path, device: "torch.device", prompt: str, sampling: dict[str, Any]) -> Begun:
+def begin_recurrent(run: Path, device: "torch.device", weights: str, prompt: str, sampling: dict[str, Any]) -> Begun:
     import maglev
 
-    lm = maglev.load(run, device=str(device), report=say)
+    lm = maglev.load(run, device=str(device), report=say, weights=weight_format(weights))
     began = time.perf_counter()
     return lm, lm.generate(prompt, **sampling), began
 

@@ -79,6 +79,25 @@ def consistency_figure(runs: Sequence[RunReport]) -> str:
     return render("consistency loss over steps", draw)
 
 
+def contraction_figure(runs: Sequence[RunReport]) -> str:
+    palette = colours([run.name for run in runs])
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.add_subplot()
+        axes.axhline(1, color=INK, linewidth=0.8, alpha=0.5)
+        for run in runs:
+            for name, style in (("step", "-"), ("pass", "--")):
+                if name in run.contraction:
+                    curve, label = run.contraction[name], f"{run.label}, one {name}"
+                    axes.plot(curve.x, curve.y, style, marker="o", color=palette[run.name], linewidth=LINE, label=label)
+        axes.set_xlabel("step of training")
+        axes.set_ylabel("left of a disturbance")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+
+    return render("what is left of a disturbance of the memory", draw)
+
+
 def draw_smoothed(axes: "Axes", runs: Sequence[RunReport], curves: Sequence[Curve | None]) -> None:
     palette = colours([run.name for run in runs])
     for run, curve in zip(runs, curves, strict=True):

@@ -8,6 +8,7 @@ from pathlib import Path
 from maglev.evaluate.figures import (
     colours,
     consistency_figure,
+    contraction_figure,
     growth_figure,
     position_figure,
     training_figure,
@@ -119,6 +120,13 @@ def plots(content: Report) -> Iterator[str]:
             "Consistency during training",
             "How far the memory that the decoder makes itself is from the one it was given. Where this is "
             "small, the decoder can go on from its own: the step from lifted to recurrent costs little.",
+        )
+    if any(run.contraction for run in runs):
+        yield figure(
+            contraction_figure(runs),
+            "Whether the loop holds",
+            "What is left of a small disturbance of the memory after one step of the recurrence, and after one "
+            "parallel pass. Below 1 the decoder's own errors die out, above 1 they grow.",
         )
     if any(run.by_position for run in runs):
         yield figure(

@@ -26,6 +26,8 @@ class RunReport:
     label: str
     training: Curve  # step, next_token_loss in nats
     consistency: Curve | None = None  # step, consistency_loss
+    # "pass", "step": step of training, what is left of a disturbance of the memory after one of them
+    contraction: Mapping[str, Curve] = field(default_factory=dict)
     bits_per_byte: Mapping[str, float] = field(default_factory=dict)  # by memory source
     by_position: Mapping[str, Curve] = field(default_factory=dict)  # memory source to (position, bits per byte)
     state_bytes: int | None = None

@@ -12,19 +12,28 @@ from maglev.data.recall import RecallConfig
 from maglev.data.shards import TokenData, open_data
 from maglev.data.tokenizer import Tokenizer
 from maglev.errors import RequestError
+from maglev.inference.rounding import rounded
 from maglev.model.decoder import Decoder
 from maglev.objectives import Objective, build_objective
 from maglev.objectives.maglev import MaglevObjective
+from maglev.ops.matrix import WeightFormat
 from maglev.runs import RECALL, TOKENIZER, read_config
 
 
 def load_objective(
-    run: Path, device: torch.device, report: Callable[[str], None], *, with_prefiller: bool = True
+    run: Path,
+    device: torch.device,
+    report: Callable[[str], None],
+    *,
+    with_prefiller: bool = True,
+    weights: WeightFormat = "plain",
 ) -> tuple[RunConfig, Objective, int]:
     """Configuration, objective and step of the newest whole checkpoint; bfloat16 arithmetic on a GPU.
 
     Without its prefiller an objective has the decoder's own memories alone, and an exported run has no other.
+    `weights` in 8 bits are the decoder's, as `maglev.load` rounds them, and go without a prefiller: nobody rounds that.
     """
+    assert weights == "plain" or not with_prefiller
     config = read_config(run)
     found = newest(run, report)
     if found is None:
@@ -39,6 +48,7 @@ def load_objective(
     objective.to(device).eval()
     if device.type == "cuda":
         objective.decoder.embedding.compute_dtype = torch.bfloat16
+    objective.decoder = rounded(objective.decoder, weights)
     return config, objective, found.step
 
 

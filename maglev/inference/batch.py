@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from maglev.errors import RequestError
 from maglev.inference.checks import check_max_tokens
 from maglev.inference.engine import RECENT_TOKENS, LanguageModel, seeded
+from maglev.inference.fast_step import BUCKETS
 from maglev.inference.sampling import Sampling, next_token
 from maglev.inference.state import State
 from maglev.inference.streaming import TextStream
@@ -58,8 +60,9 @@ def generate_batch(
 ) -> list[Completion]:
     """A text per prompt. A row draws from its own seed, so that its text does not depend on its neighbours.
 
-    `logprobs` are those of the model, before temperature and limits. The batch keeps its size to the end: with equal
-    sizes two calls add up in the same order, so their texts agree to the bit.
+    `logprobs` are those of the model, before temperature and limits. The batch keeps its size to the end, on a GPU that
+    of the smallest bucket of `fast_step` which holds it: where that is the same, two calls add up in the same order, so
+    their texts agree to the bit. More prompts than the largest bucket holds are written in groups.
     """
     sampling = sampling or Sampling()
     seeds = list(range(len(prompts))) if seeds is None else seeds
@@ -78,41 +81,52 @@ def generate_batch(
         )
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
-    inner = DecoderState.join([lm.read(prompt).inner for prompt in prompts])
+    found = []
+    for first in range(0, len(rows), max(BUCKETS)):
+        group = slice(first, first + max(BUCKETS))
+        inner = DecoderState.join([lm.read(prompt).inner for prompt in prompts[group]])
+        ends = write_rows(lm, rows[group], inner, max_tokens, sampling)
+        found += [finish(lm, row, end) for row, end in zip(rows[group], ends, strict=True)]
+    return found
+
+
+def write_rows(
+    lm: LanguageModel, rows: list[Row], inner: DecoderState, max_tokens: int, sampling: Sampling
+) -> list[DecoderState]:
+    """All rows to their end. -> the state of each after its last token"""
     ends: list[DecoderState | None] = [None] * len(rows)
-    for _ in range(max_tokens):
-        draw_(lm, rows, inner, sampling, ends)
-        if all(row.finished for row in rows):
-            break
-    return [
-        finish(lm, row, inner.row(index) if end is None else end)
-        for index, (row, end) in enumerate(zip(rows, ends, strict=True))
-    ]
+    with lm.steppers.lend(len(rows)) as stepper:
+        stepper.begin(inner)
+        logits = stepper.logits()
+        for _ in range(max_tokens):
+            step = draw(lm, rows, logits, sampling)
+            for index, row in enumerate(rows):
+                # the end of a document is drawn and not read
+                if row.finished == "end" and ends[index] is None:
+                    ends[index] = stepper.row(index)
+            logits = stepper.step(torch.tensor(step))
+            for index, row in enumerate(rows):
+                if row.finished and ends[index] is None:
+                    ends[index] = stepper.row(index)
+            if all(row.finished for row in rows):
+                break
+        return [stepper.row(index) if end is None else end for index, end in enumerate(ends)]
 
 
-@torch.inference_mode()
-def draw_(
-    lm: LanguageModel, rows: list[Row], inner: DecoderState, sampling: Sampling, ends: list[DecoderState | None]
-) -> None:
+def draw(lm: LanguageModel, rows: list[Row], logits: Tensor, sampling: Sampling) -> list[int]:
     """One token for every row that still writes; the others are stepped along on BOS and stay unheard."""
     bos = lm.tokenizer.bos_id
-    logits = lm.decoder.readout(inner.memory).cpu()  # (B, V)
-    step = []
-    for index, row in enumerate(rows):
-        if row.finished:
-            step.append(bos)
-            continue
-        token = next_token(logits[index], sampling, row.generator, row.recent)
-        step.append(token)
+    step = [bos] * len(rows)
+    writing = [index for index, row in enumerate(rows) if not row.finished]
+    for index, own in zip(writing, logits[writing].cpu(), strict=True):
+        row = rows[index]
+        step[index] = token = next_token(own, sampling, row.generator, row.recent)
         if token == bos:
-            row.finished, ends[index] = "end", inner.row(index)
+            row.finished = "end"
         else:
-            logprob = float(logits[index].double().log_softmax(-1)[token])
+            logprob = float(own.double().log_softmax(-1)[token])
             row.take(token, logprob, lm.tokenizer.token_bytes[token])
-    lm.decoder.step_(torch.tensor(step, device=lm.decoder.device), inner)
-    for index, row in enumerate(rows):
-        if row.finished and ends[index] is None:
-            ends[index] = inner.row(index)
+    return step
 
 
 def finish(lm: LanguageModel, row: Row, end: DecoderState) -> Completion:

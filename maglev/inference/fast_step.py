@@ -80,6 +80,14 @@ class FastDecoder:
     def compute_dtype(self) -> torch.dtype:
         return self.dtype
 
+    @property
+    def weight_bytes(self) -> int:
+        """What a step with its readout reads whatever the batch: everything but rows of the embedding."""
+        matrices = [each for layer in self.layers for each in (layer.stacked, layer.output, layer.up, layer.down)]
+        matrices += [self.readout_weight] if self.memory_weight is None else [self.readout_weight, self.memory_weight]
+        scales = sum(layer.scales.numel() * layer.scales.element_size() for layer in self.layers)
+        return scales + sum(each.nbytes for each in matrices)
+
     def initial_state(self, batch_size: int) -> DecoderState:
         return DecoderState.zeros(self.config, batch_size, self.dtype, self.device)
 
@@ -94,7 +102,8 @@ class FastDecoder:
     @torch.no_grad()
     def readout(self, memory: Tensor) -> Tensor:
         """Soft-capped logits in float32 or better. (B, D) -> (B, V)"""
-        return self.steps.read_out(memory, self.readout_weight, self.config.logit_softcap)
+        with torch.cuda.device_of(memory):
+            return self.steps.read_out(memory, self.readout_weight, self.config.logit_softcap)
 
     def advance(self, tokens: Tensor, state: DecoderState, memory_out: Tensor, position_out: Tensor) -> None:
         """The step itself: rings in place, memory and position into tensors that may be the state's own."""
@@ -196,9 +205,19 @@ class GraphStepper:
         captured.graph.replay()
         return captured.logits[: self.rows]
 
+    @torch.inference_mode()
+    def logits(self) -> Tensor:
+        """(B, V), of the tokens after the last ones read: what a state that was just copied in goes on with."""
+        # padding too: a product may add up in another order where it has other rows
+        return self.decoder.readout(self.buffers.memory[: bucket_for(self.rows)])[: self.rows]
+
     def state(self) -> DecoderState:
         """A copy of where the rows are now."""
         return first_rows(self.buffers, self.rows).clone()
+
+    def row(self, index: int) -> DecoderState:
+        """A copy of one of them, as a batch of one."""
+        return self.buffers.row(index)
 
     @torch.inference_mode()
     def capture(self, bucket: int) -> CapturedStep:

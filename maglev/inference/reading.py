@@ -1,10 +1,10 @@
 """Reading a prompt in parallel with P alone: its memories are the fixed point of m <- P(x, shift(m)).
 
 A prompt is read in chunks. Each chunk starts from the carried state with a pass on zero memories, then repeats passes
-until the memories stop moving. After the first, a pass goes over every STRIDE-th position at a time, and each part
-takes the memories that the parts before it left (Gauss-Seidel): as much work as a pass over all positions at once
-(Jacobi, stride 1), and fewer of them. Position t of a chunk is exact after t passes whatever the weights, so a chunk
-that does not settle within its budget is finished by stepping.
+until the memories stop moving. With a stride, a pass after the first goes over every so-many-th position at a time, and
+each part takes the memories that the parts before it left (Gauss-Seidel): as much work as a pass over all positions at
+once (Jacobi), and fewer of them where the tolerance is tight. Position t of a chunk is exact after t passes whatever
+the weights, so a chunk that does not settle within its budget is finished by stepping.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,8 @@ LARGEST_CHUNK = 8192
 # shorter chunks, which a user may ask for, are not worth recording
 SMALLEST_RECORDED = 256
 PASS_BUDGET = 24
-STRIDE = 4
+# A stride's first parts still see keys and values of zero memories, so it pays only over many passes.
+STRIDE = {torch.float64: 4, torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
 
 
 @dataclass
@@ -55,7 +56,7 @@ def read_(
     chunk: int | None = None,
     budget: int = PASS_BUDGET,
     passes: int | None = None,
-    stride: int = STRIDE,
+    stride: int | None = None,
 ) -> ReadingReport:
     """Read tokens (B, T) into `state`, which is rewritten in place. Memory is bounded by the chunk.
 
@@ -68,6 +69,7 @@ def read_(
         if value is not None and value < 1:
             raise RequestError(f"{name} is {value}; it must be at least 1")
     tolerance = TOLERANCE[decoder.compute_dtype] if tolerance is None else tolerance
+    stride = STRIDE[decoder.compute_dtype] if stride is None else stride
     report = ReadingReport(tokens=tokens.shape[1])
     if not tokens.shape[1]:
         return report

@@ -50,7 +50,7 @@ def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator, r
     logits = penalise(logits, recent, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return int(logits.argmax())
-    scores = logits.double().cpu()
+    scores = logits.cpu().double()
     # the largest is 0, so that the tiniest temperature makes no infinity that a softmax cannot take
     scores = (scores - scores.max()) / sampling.temperature
     order = scores.argsort(descending=True, stable=True)

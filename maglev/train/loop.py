@@ -19,6 +19,7 @@ from maglev.config import LRTConfig, RunConfig
 from maglev.data.loader import Batch
 from maglev.errors import RequestError, WorkError
 from maglev.evaluate.bpb import documents_of
+from maglev.evaluate.diagnostics import loop_diagnostics
 from maglev.model.accounting import objective_flops, training_steps
 from maglev.objectives import Objective
 from maglev.objectives.lrt import LRTObjective
@@ -35,6 +36,9 @@ from maglev.train.sharding import local
 from maglev.train.signals import Interruption
 from maglev.train.speed import clock, matrix_rate
 from maglev.train.task import Task, Validation
+
+# rows on which the recurrence is disturbed
+DIAGNOSTIC_ROWS = 4
 
 
 class Watch(Protocol):
@@ -333,11 +337,23 @@ class Trainer:
             return
         objective.eval()
         values = validation.measure(objective, self.rows_per_pass, self.config.data)
+        loop = self.measure_loop(objective, validation)
         objective.train()
         named = {f"{validation.metric}_{source}": value for source, value in values.items()}
-        self.metrics.append({"kind": "validation", "step": step} | named)
+        if "lifted" in values:
+            named[f"{validation.metric}_recurrent_minus_lifted"] = values["recurrent"] - values["lifted"]
+        self.metrics.append({"kind": "validation", "step": step} | named | loop)
         shown = ", ".join(f"{source} {value:.4f}" for source, value in values.items())
+        if loop:
+            shown += f"; of a disturbance a step leaves {loop['contraction_step']:.2f}"
         self.watch.say(f"step {step}: {validation.words} {shown}")
+
+    def measure_loop(self, objective: Objective, validation: Validation) -> dict[str, Any]:
+        """Whether the recurrence holds, where there is one."""
+        if objective.decoder.injection is None:
+            return {}
+        tokens = validation.tokens(DIAGNOSTIC_ROWS).to(self.device)
+        return asdict(loop_diagnostics(objective.decoder, tokens))
 
     def close(self) -> None:
         if self.metrics is not None:

@@ -52,6 +52,11 @@ class Appender:
         self.file.close()
 
 
+def finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class MetricsLog:
     """RUN/metrics.jsonl. Resuming at a step drops the rows after it, so that each step stands there once."""
 
@@ -67,8 +72,10 @@ class MetricsLog:
         self.board = Board(run / TENSORBOARD, resume_step) if tensorboard and has_tensorboard(say) else None
 
     def append(self, row: dict[str, Any]) -> None:
-        # JSON has no NaN
-        row = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in row.items()}
+        row = {
+            name: [finite(v) for v in value] if isinstance(value, list) else finite(value)
+            for name, value in row.items()
+        }
         self.lines.write((json.dumps(row, allow_nan=False) + "\n").encode())
         if self.board is not None:
             self.board.append(row)

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from maglev import files
 from maglev.config import DataConfig
 from maglev.data.loader import Batch, Loader
@@ -37,6 +40,9 @@ class Validation(Protocol):
 
     def measure(self, objective: Objective, rows_per_pass: int, data: DataConfig) -> dict[str, float]:
         """By memory source, what a user gets first."""
+
+    def tokens(self, count: int) -> Tensor:
+        """Some rows of it, (B, T)."""
 
 
 class Task(Protocol):
@@ -109,6 +115,9 @@ class TextValidation:
             values[source] = result.value
         return values
 
+    def tokens(self, count: int) -> Tensor:
+        return torch.from_numpy(self.loader.batch(range(min(count, self.count))).tokens)
+
 
 class Recall:
     """The synthetic task of `data/recall.py`."""
@@ -148,3 +157,6 @@ class RecallValidation:
             source: recall(objective, self.rows, source, passes=DEFAULT_PASSES, count=self.count).beyond_reach
             for source in sources_of(objective)
         }
+
+    def tokens(self, count: int) -> Tensor:
+        return torch.from_numpy(self.rows.batch(range(min(count, self.count))).tokens)

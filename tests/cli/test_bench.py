@@ -13,11 +13,13 @@ def test_decode_prints_a_table_and_writes_what_it_is_asked_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, plot = tmp_path / "new" / "decode.json", tmp_path / "decode.svg"
-    arguments = ["--quick", "--device", "cpu", "--batches", "2", "--positions", "5,50"]
+    arguments = ["--quick", "--device", "cpu", "--batches", "2", "--positions", "5,50", "--weights", "int8,fp8"]
     assert main(["bench", "decode", *arguments, "--out", str(out), "--plot", str(plot)]) == 0
     printed = capsys.readouterr().out
     assert "maglev" in printed and "Random weights" in printed and "5, 50" in printed
+    assert "fast, int8" in printed and "fast, fp8" in printed
     result = json.loads(out.read_text())
+    assert {row["weight_format"] for row in result["rows"] if row["step"] == "fast"} == {"int8", "fp8"}
     assert {(row["batch"], row["position"]) for row in result["rows"]} == {(2, 5), (2, 50)}
     assert plot.read_text().startswith("<?xml") and sorted(path.name for path in tmp_path.iterdir()) == [
         "decode.svg",
@@ -59,6 +61,7 @@ def test_a_run_reads_text_until_it_settles(trained: Train, tmp_path: Path, capsy
         (["decode", "--batches", "1,x"], "--batches is '1,x'"),
         (["decode", "--batches", "0"], "batches has 0"),
         (["decode", "--positions", "-5"], "positions has -5"),
+        (["decode", "--weights", "plain,int4"], "--weights is 'int4'"),
         (["decode", "--depth", "0"], "depth is 0"),
         (["decode", "--dtype", "int3"], "--dtype is 'int3'"),
         (["decode", "--device", "abacus"], "--device is 'abacus'"),

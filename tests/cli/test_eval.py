@@ -12,7 +12,7 @@ from maglev.__main__ import main
 from maglev.data.loader import Loader
 from maglev.data.shards import open_data
 from tests.processes import Processes
-from tests.small_runs import Train, flip_byte
+from tests.small_runs import Train, flip_byte, one_line
 
 RECIPE = "maglev-shared-0.1"
 
@@ -101,3 +101,30 @@ def test_the_runs_document_settings_are_those_of_its_evaluation(
         assert main(["eval", "bpb", str(run), "--data", str(data), "--json"]) == 0
         numbers.append(json.loads(capsys.readouterr().out)["bpb_recurrent"])
     assert numbers[0] != numbers[1]
+
+
+def test_weights_in_8_bits_have_a_number_of_their_own(
+    trained: Train, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of the rounded decoder, whichever way it is computed."""
+    run = trained(RECIPE)
+    capsys.readouterr()
+    found = {}
+    for weights in ("plain", "int8", "fp8"):
+        value = value_of(evaluate(run, data, "--rows", "4", "--weights", weights), capsys)
+        assert value["weights"] == weights
+        found[weights] = value["bpb_recurrent"]
+    assert len(set(found.values())) == 3 and max(found.values()) - min(found.values()) < 0.05
+    refining = ["--rows", "4", "--memory", "refined", "--passes", "32", "--weights", "int8"]
+    assert value_of(evaluate(run, data, *refining), capsys)["bpb_refined"] == pytest.approx(found["int8"], abs=1e-4)
+    assert main(evaluate(run, data, "--rows", "4", "--weights", "int8")) == 0
+    assert "recurrent memories, int8 weights" in " ".join(capsys.readouterr().out.split())
+
+
+def test_weights_that_cannot_be_are_refused(trained: Train, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(RECIPE)
+    capsys.readouterr()
+    assert main(evaluate(run, data, "--weights", "int4")) == 2
+    assert "--weights is 'int4'; it must be one of plain, int8, fp8" in one_line(capsys)
+    assert main(evaluate(run, data, "--weights", "fp8", "--memory", "lifted")) == 2
+    assert "--weights fp8 goes with --memory recurrent or refined" in one_line(capsys)

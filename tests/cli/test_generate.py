@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from maglev.__main__ import main
-from maglev.inference import LanguageModel
+from maglev.data.tokenizer import Tokenizer
 from maglev.model.accounting import state_nbytes
-from maglev.runs import read_config
+from maglev.runs import TOKENIZER, read_config
 from tests.processes import Processes
-from tests.small_runs import Train, flip_byte
+from tests.small_runs import Train, flip_byte, one_line
 
 RECIPE = "maglev-shared-0.1"
 PROMPTS = {
@@ -76,21 +76,17 @@ def test_a_prompt_from_a_file_and_from_stdin(
 
 
 @pytest.fixture
-def spells(monkeypatch: pytest.MonkeyPatch) -> Any:
+def spells(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make the model write these bytes, one token each."""
+    tokenizer = Tokenizer.load(run / TOKENIZER)
 
     def spell(content: bytes) -> None:
         left = list(content)
 
-        def next_token(self: LanguageModel, state: Any) -> Any:
-            import torch
+        def next_token(*logits_and_sampling: Any) -> int:
+            return tokenizer.token_bytes.index(bytes([left.pop(0)])) if left else tokenizer.bos_id
 
-            logits = torch.full((self.tokenizer.vocab_size,), -10.0)
-            token = self.tokenizer.token_bytes.index(bytes([left.pop(0)])) if left else self.tokenizer.bos_id
-            logits[token] = 10.0
-            return logits
-
-        monkeypatch.setattr(LanguageModel, "next_logits", next_token)
+        monkeypatch.setattr("maglev.inference.engine.next_token", next_token)
 
     return spell
 
@@ -169,3 +165,24 @@ def test_no_prompt_at_all_no_tokens_and_a_stop_that_never_comes(run: Path, capsy
     plain = written([str(run), "--prompt", "a", "--max-tokens", "9"], capsys)
     assert written([str(run), "--prompt", "a", "--max-tokens", "9", "--stop", "\x01never"], capsys) == plain
     assert written([str(run), "--prompt", "a", "--max-tokens", "9", "--top-k", "9" * 30], capsys) == plain
+
+
+def test_weights_in_8_bits_are_named_and_write(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for weights in ("plain", "int8", "fp8"):
+        value = as_json([str(run), "--prompt", "a", "--max-tokens", "5", "--weights", weights], capsys)
+        assert value["weights"] == weights
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--weights", "int4"], "--weights is 'int4'; it must be one of plain, int8, fp8"),
+        (["--weights", "int4", "--read", "lifted"], "--weights is 'int4'"),
+        (["--weights", "int8", "--read", "lifted"], "--weights int8 goes with --read recurrent alone"),
+    ],
+)
+def test_weights_that_cannot_be_are_refused(
+    run: Path, more: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(run), "--prompt", "a", *more]) == 2
+    assert says in one_line(capsys)

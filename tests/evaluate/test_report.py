@@ -57,12 +57,13 @@ def example() -> Report:
     steps = list(range(1, 101))
     falling = Curve(steps, [5 / step + 3 for step in steps])
     positions = Curve([8, 24, 40], [2.5, 2.0, 1.9])
-    swa = RunReport("swa-ssss", "SWA", falling, None, {"recurrent": 1.9123}, {"recurrent": positions}, state_bytes=1032)
+    swa = RunReport("swa-ssss", "SWA", falling, None, {}, {"recurrent": 1.9123}, {"recurrent": positions}, 1032)
     maglev = RunReport(
         "maglev-shared-0.1",
         f"Maglev {HOSTILE}",
         falling,
         Curve(steps, [0.1] * 100),
+        {name: Curve([50, 100], [0.9, 0.7]) for name in ("pass", "step")},
         {"recurrent": 1.8897, "lifted": 1.8841, "refined": float("nan")},
         {"recurrent": positions, "lifted": positions},
         state_bytes=1032,

@@ -183,7 +183,7 @@ def test_rows_name_their_memory_source(data: Path, tmp_path: Path) -> None:
     for recipe, memory, keys in (
         ("swa-ssss", "none", {"bpb_recurrent"}),
         ("lrt-ssss", "refined", {"bpb_recurrent", "bpb_refined"}),
-        ("maglev-shared-0.1", "lifted", {"bpb_recurrent", "bpb_lifted"}),
+        ("maglev-shared-0.1", "lifted", {"bpb_recurrent", "bpb_lifted", "bpb_recurrent_minus_lifted"}),
     ):
         run = tmp_path / recipe
         said = train(recipe, data, run, {"train.validate_every": 4})
@@ -193,6 +193,12 @@ def test_rows_name_their_memory_source(data: Path, tmp_path: Path) -> None:
         assert [row["step"] for row in validation] == [4, 6]
         assert all({key for key in row if key.startswith("bpb")} == keys for row in validation)
         assert sum("bits per byte recurrent" in line for line in said) == 2
+        for row in validation:
+            assert ("contraction_pass" in row) == ("contraction_step" in row) == (memory != "none")
+            assert len(row.get("memory_share", [])) == (memory != "none")
+        if memory == "lifted":
+            apart = [row["bpb_recurrent"] - row["bpb_lifted"] for row in validation]
+            assert [row["bpb_recurrent_minus_lifted"] for row in validation] == apart
 
 
 def test_validation_changes_nothing_and_comes_after_the_checkpoint(

@@ -1,0 +1,98 @@
+"""Whether the loop will hold: how much a disturbance of the memory shrinks, and how much memory there is in K/V."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from maglev.evaluate.memories import recurrent
+from maglev.model.decoder import Decoder
+from maglev.model.memory import MemoryFeatures, MemoryGates, shift_right
+from maglev.ops.inject import gate
+
+# of the memory's own size, which is 1 per channel
+DISTURBANCE = 1e-2
+# positions that are stepped before the loop is disturbed, and after
+LENGTH, STEPS = 128, 16
+
+
+@dataclass(frozen=True)
+class LoopDiagnostics:
+    """`contraction_pass`: what one parallel pass leaves of a disturbance of all memories. `contraction_step`: what one
+    step of the recurrence leaves of a disturbance of m, the mean over STEPS steps. Below 1 errors die out, above 1 they
+    grow. `memory_share`: of the length of mixed keys and values, the part that comes from memory, per layer.
+    """
+
+    contraction_pass: float
+    contraction_step: float
+    memory_share: list[float]
+
+
+@torch.no_grad()
+# as in `memories`: a run in training has compiled blocks
+@torch.compiler.set_stance("force_eager")
+def loop_diagnostics(decoder: Decoder, tokens: Tensor) -> LoopDiagnostics:
+    """On the decoder's own memories of tokens (B, T), of which it takes the first LENGTH + STEPS."""
+    tokens = tokens[:, : LENGTH + STEPS]
+    steps = min(STEPS, tokens.shape[1] - 1)
+    before = tokens[:, : tokens.shape[1] - steps]
+    with in_float32(decoder):
+        memory = recurrent(decoder, before)
+        noise = DISTURBANCE * torch.randn(
+            memory.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        ).to(memory)
+        with recorded_shares(decoder) as shares:
+            undisturbed = decoder(before, shift_right(memory))
+        moved = decoder(before, shift_right(memory + noise)) - undisturbed
+        left = after_steps(decoder, tokens, steps, noise[:, -1])
+    return LoopDiagnostics(
+        contraction_pass=float(moved.norm() / noise[:, :-1].norm()),
+        contraction_step=float(left) ** (1 / steps),
+        memory_share=[float(share) for share in shares],
+    )
+
+
+def after_steps(decoder: Decoder, tokens: Tensor, steps: int, noise: Tensor) -> Tensor:
+    """||difference|| / ||noise|| after so many steps from two states that differ by noise (B, D) in the memory."""
+    state = decoder.initial_state(tokens.shape[0])
+    for token in tokens[:, : tokens.shape[1] - steps].T:
+        decoder.step_(token, state)
+    disturbed = state.clone()
+    disturbed.memory = disturbed.memory + noise
+    for token in tokens[:, tokens.shape[1] - steps :].T:
+        decoder.step_(token, state)
+        decoder.step_(token, disturbed)
+    return (disturbed.memory - state.memory).norm() / noise.norm()
+
+
+@contextmanager
+def in_float32(decoder: Decoder) -> Iterator[None]:
+    """A disturbance must stand out from rounding; float32 or better serves."""
+    kept = decoder.embedding.compute_dtype
+    decoder.embedding.compute_dtype = torch.promote_types(decoder.compute_dtype, torch.float32)
+    try:
+        yield
+    finally:
+        decoder.embedding.compute_dtype = kept
+
+
+@contextmanager
+def recorded_shares(decoder: Decoder) -> Iterator[list[Tensor]]:
+    """The memory's part of mixed K/V of every layer in the passes made meanwhile."""
+    shares: list[Tensor] = []
+
+    def record(gates: MemoryGates, given: tuple[Tensor, Tensor, Tensor, MemoryFeatures], _: object) -> None:
+        x, local_key, local_value, memory = given
+        local, remembered = gate(gates.local_gate(x)), gate(gates.memory_gate(x))  # (B, T, G)
+        own = local * (local_key.norm(dim=-1) + local_value.norm(dim=-1))
+        other = remembered * (memory.memory_key.norm(dim=-1) + memory.memory_value.norm(dim=-1))
+        shares.append(other.sum() / (own + other).sum())
+
+    hooks = [module.register_forward_hook(record) for module in decoder.modules() if isinstance(module, MemoryGates)]
+    try:
+        yield shares
+    finally:
+        for hook in hooks:
+            hook.remove()

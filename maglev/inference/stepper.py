@@ -1,0 +1,102 @@
+"""Rows that go on token by token: as they stand on a CPU, from CUDA graphs on a GPU, and a pool to take them from."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from maglev.inference.fast_step import FastDecoder, GraphStepper, bucket_for
+from maglev.model.decoder import Decoder
+from maglev.model.state import DecoderState
+
+# Buffers and graphs that wait for the next text. Those of a large batch are as large as its states.
+KEPT = 4
+# Fewer tokens are read before a state is copied into a graph's buffers and back.
+LEAST_REPLAYED = 16
+
+
+class Stepper(Protocol):
+    """`begin` copies a state in, `step` goes on from there; what is given out is either a copy or logits (B, V)."""
+
+    def begin(self, state: DecoderState) -> None: ...
+
+    def logits(self) -> Tensor:
+        """Of the tokens after the last ones read."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """tokens (B,) from anywhere -> the logits after them, valid until the next step."""
+
+    def row(self, index: int) -> DecoderState: ...
+
+    def state(self) -> DecoderState: ...
+
+
+class EagerStepper:
+    """Any device and precision, one operation after another."""
+
+    running: DecoderState
+
+    def __init__(self, steps: Decoder | FastDecoder) -> None:
+        self.steps = steps
+
+    def begin(self, state: DecoderState) -> None:
+        self.running = state.clone()
+
+    @torch.inference_mode()
+    def logits(self) -> Tensor:
+        return self.steps.readout(self.running.memory)
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Tensor:
+        return self.steps.readout(self.steps.step_(tokens.to(self.steps.device), self.running))
+
+    def row(self, index: int) -> DecoderState:
+        return self.running.row(index)
+
+    def state(self) -> DecoderState:
+        return self.running.clone()
+
+
+class Steppers:
+    """The steppers of one model. Those lent at one time share weights alone; one that comes back is lent again."""
+
+    def __init__(self, steps: Decoder | FastDecoder) -> None:
+        self.steps = steps
+        self.graphed = steps if isinstance(steps, FastDecoder) and steps.device.type == "cuda" else None
+        # (rows it has room for, stepper), longest idle first
+        self.idle: list[tuple[int, Stepper]] = []
+        self.lock = Lock()
+
+    @contextmanager
+    def lend(self, rows: int) -> Iterator[Stepper]:
+        room = bucket_for(rows)
+        stepper = self.take(room)
+        try:
+            yield stepper
+        finally:
+            with self.lock:
+                self.idle.append((room, stepper))
+                del self.idle[:-KEPT]
+
+    def take(self, room: int) -> Stepper:
+        with self.lock:
+            for index, (found, _) in enumerate(self.idle):
+                if found == room:
+                    return self.idle.pop(index)[1]
+        return EagerStepper(self.steps) if self.graphed is None else GraphStepper(self.graphed, room)
+
+    def read(self, tokens: Tensor, state: DecoderState) -> DecoderState:
+        """One row through tokens (T,). -> the state after them; `state` may be rewritten."""
+        if self.graphed is None or len(tokens) < LEAST_REPLAYED:
+            with torch.inference_mode():
+                for token in tokens:
+                    self.steps.step_(token[None], state)
+            return state
+        with self.lend(1) as stepper:
+            stepper.begin(state)
+            for token in tokens:
+                stepper.step(token[None])
+            return stepper.state()

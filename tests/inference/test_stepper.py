@@ -1,0 +1,148 @@
+"""The engine's steps are those of the decoder, and texts that are written by turns do not meet."""
+
+from collections import Counter
+from itertools import zip_longest
+
+import pytest
+import torch
+
+from maglev.data.tokenizer import Tokenizer
+from maglev.inference import batch
+from maglev.inference.batch import generate_batch
+from maglev.inference.engine import LanguageModel, seeded
+from maglev.inference.fast_step import FastDecoder
+from maglev.inference.sampling import Sampling, next_token
+from maglev.inference.state import State
+from maglev.inference.stepper import KEPT, Steppers
+from maglev.model.decoder import Decoder
+from tests.helpers import small
+
+TEXT = "some text that goes on, beyond the window of eight"
+
+
+def model(dtype: torch.dtype = torch.float64) -> LanguageModel:
+    tokenizer = Tokenizer.train(["some text, some more of it, and a prompt beyond the window"], 270)
+    objective = small("maglev-shared-0.1", scale=0.3, dtype=dtype, vocab_size=tokenizer.vocab_size)
+    return LanguageModel(objective.decoder, tokenizer)
+
+
+@pytest.fixture(params=["decoder", "twins"])
+def lm(request: pytest.FixtureRequest) -> LanguageModel:
+    """Stepping as a CPU does, and through the parts that a GPU has kernels for."""
+    found = model()
+    if request.param == "twins":
+        vars(found)["steppers"] = Steppers(FastDecoder(found.decoder, "torch"))
+    return found
+
+
+def write_by_hand(decoder: Decoder, lm: LanguageModel, prompt: str, count: int, seed: int) -> tuple[list[int], State]:
+    """Every token through `Decoder.step`, drawn as the engine draws."""
+    state, generator = decoder.initial_state(1), seeded(seed)
+    with torch.no_grad():
+        for token in [lm.tokenizer.bos_id, *lm.tokenizer.encode(prompt)]:
+            memory, state = decoder.step(torch.tensor([token]), state)
+        tokens = []
+        for _ in range(count):
+            tokens.append(next_token(decoder.readout(memory)[0], Sampling(), generator))
+            memory, state = decoder.step(torch.tensor(tokens[-1:]), state)
+    return tokens, State(state, lm.fingerprint)
+
+
+def test_reading_by_steps_is_the_decoders(lm: LanguageModel) -> None:
+    read = lm.read(TEXT, method="step")
+    _, expected = write_by_hand(lm.decoder, lm, TEXT, 0, 0)
+    assert read.position == expected.position
+    torch.testing.assert_close(read.memory, expected.memory, rtol=0, atol=1e-10)
+    for ours, theirs in zip(read.inner.caches, expected.inner.caches, strict=True):
+        torch.testing.assert_close(ours.key, theirs.key, rtol=0, atol=1e-10)
+        torch.testing.assert_close(ours.value, theirs.value, rtol=0, atol=1e-10)
+    torch.testing.assert_close(lm.next_logits(read), lm.decoder.readout(expected.memory)[0], rtol=0, atol=1e-9)
+
+
+def test_writing_is_the_decoders(lm: LanguageModel) -> None:
+    tokens, expected = write_by_hand(lm.decoder, lm, TEXT, 20, seed=3)
+    assert lm.tokenizer.bos_id not in tokens
+    text = lm.tokenizer.decode_bytes(tokens).decode(errors="replace")
+    assert "".join(lm.generate(TEXT, max_tokens=20, seed=3)) == text
+    found = generate_batch(lm, ["a", TEXT], max_tokens=20, seeds=[1, 3])[1]
+    assert found.tokens == tokens
+    torch.testing.assert_close(found.state.memory, expected.memory, rtol=0, atol=1e-10)
+
+
+def test_texts_written_by_turns_do_not_meet(lm: LanguageModel) -> None:
+    prompts = ["a", TEXT, "the window"]
+    alone = ["".join(lm.generate(prompt, max_tokens=20, seed=3)) for prompt in prompts]
+    state = lm.read(prompts[0])
+    memory = state.memory.clone()
+    writing = [lm.generate("", state=state, max_tokens=20, seed=3)]
+    writing += [lm.generate(prompt, max_tokens=20, seed=3) for prompt in prompts[1:]]
+    turns = list(zip_longest(*writing, fillvalue=""))
+    assert ["".join(pieces) for pieces in zip(*turns, strict=True)] == alone
+    assert state.position == 1 + len(lm.tokenizer.encode(prompts[0])) and torch.equal(state.memory, memory)
+
+
+def test_steppers_come_back_and_are_used_again(lm: LanguageModel) -> None:
+    pool = lm.steppers
+    lm.generate("a", max_tokens=9)
+    assert pool.idle == []  # nothing is taken before the first piece
+    first, second = lm.generate("a", max_tokens=9, seed=1), lm.generate("b", max_tokens=9, seed=1)
+    next(first), next(second)
+    assert pool.idle == []
+    first.close()  # type: ignore[attr-defined]
+    ((room, kept),) = pool.idle
+    assert room == 1
+    third = lm.generate("c", max_tokens=9, seed=1)
+    next(third)
+    assert pool.idle == []
+    del third
+    assert pool.idle == [(1, kept)]
+    rest = "".join(second)
+    assert len(pool.idle) == 2
+    again = lm.generate("b", max_tokens=9, seed=1)
+    next(again)
+    assert "".join(again) == rest
+
+
+def test_only_a_few_steppers_wait(lm: LanguageModel) -> None:
+    with lm.steppers.lend(3) as wide:
+        pass
+    assert lm.steppers.idle == [(4, wide)]
+    texts = [lm.generate("a", max_tokens=9, seed=seed) for seed in range(KEPT)]
+    for text in texts:
+        next(text)
+    assert lm.steppers.idle == [(4, wide)]
+    for text in texts:
+        list(text)
+    assert [room for room, _ in lm.steppers.idle] == [1] * KEPT
+
+
+def test_ragged_rows_end_where_each_would_alone(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row ends its document, one meets a stop string, one writes to the limit; their states are their own."""
+    drawn: Counter[int] = Counter()
+
+    def draw(logits, sampling, generator, recent=()):  # type: ignore[no-untyped-def]
+        seed = generator.initial_seed()
+        drawn[seed] += 1
+        token = next_token(logits, sampling, generator, recent)
+        return lm.tokenizer.bos_id if seed == 1 and drawn[seed] == 5 else token
+
+    prompts, seeds = ["a", TEXT, "the window"], [1, 2, 3]
+    stop = "".join(lm.generate(TEXT, max_tokens=12, seed=2))[4:7]
+    monkeypatch.setattr(batch, "next_token", draw)
+    found = generate_batch(lm, prompts, max_tokens=12, seeds=seeds, stop=stop)
+    assert [row.finished for row in found] == ["end", "stop", "length"] and len(found[0].tokens) == 4
+    for prompt, row in zip(prompts, found, strict=True):
+        alone = lm.read(prompt, method="step")
+        lm.step_through(row.tokens, alone)
+        assert row.state.position == alone.position
+        torch.testing.assert_close(row.state.memory, alone.memory, rtol=0, atol=1e-10)
+        for ours, theirs in zip(row.state.inner.caches, alone.inner.caches, strict=True):
+            torch.testing.assert_close(ours.key, theirs.key, rtol=0, atol=1e-10)
+
+
+def test_more_rows_than_a_bucket_are_written_in_groups(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["a", TEXT, "the window", "b", "c"]
+    together = generate_batch(lm, prompts, max_tokens=8)
+    monkeypatch.setattr(batch, "BUCKETS", (1, 2))
+    assert [row.tokens for row in generate_batch(lm, prompts, max_tokens=8)] == [row.tokens for row in together]
+    assert [row.state.position for row in together] == [1 + len(lm.tokenizer.encode(p)) + 8 for p in prompts]
