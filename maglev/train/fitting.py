@@ -14,8 +14,8 @@ from maglev.train.distributed import largest_over_ranks
 # of what is free: allocators leave holes, and libraries take workspaces of their own
 USABLE = 0.92
 NO_ROW = (
-    "out of memory on {device}: not even a micro-batch of one row fits; set train.recompute to full, or take a "
-    "smaller depth or model.context"
+    "out of memory on {device}: not even a micro-batch of one row fits; set train.recompute to full, divide "
+    "the model over more ranks with train.sharding=full, or take a smaller depth or model.context"
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from maglev import checkpoint, files
 from maglev.config import LRTConfig, RunConfig
@@ -20,17 +21,27 @@ from maglev.errors import RequestError, WorkError
 from maglev.evaluate.bpb import documents_of
 from maglev.evaluate.diagnostics import loop_diagnostics
 from maglev.model.accounting import objective_flops, training_steps
+from maglev.objectives import Objective
 from maglev.objectives.lrt import LRTObjective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.ops import attention
 from maglev.runs import BAD_BATCHES
-from maglev.train import distributed, schedule
+from maglev.train import distributed, saving, schedule
 from maglev.train.distributed import Ranks, SaidElsewhere
 from maglev.train.fitting import NO_ROW, building_kernels, find_rows, memory_of, release, smaller, sufficed
 from maglev.train.metrics import MetricsLog, writing
 from maglev.train.optimizer import Optimizer
 from maglev.train.param_groups import build_param_groups
-from maglev.train.setup import build_for_training, compute_dtype, most_rows, rows_of_step, rows_per_pass, start_from
+from maglev.train.setup import (
+    build_for_training,
+    compute_dtype,
+    fitting,
+    most_rows,
+    rows_of_step,
+    rows_per_pass,
+    start_from,
+)
+from maglev.train.sharding import local
 from maglev.train.signals import Interruption
 from maglev.train.speed import clock, matrix_rate
 from maglev.train.task import Task, Validation
@@ -75,15 +86,20 @@ class StepLosses:
 
 
 class Trainer:
-    def __init__(self, config: RunConfig, task: Task, run: Path, ranks: Ranks, watch: Watch) -> None:
+    """`mesh` holds the ranks that parameters are divided over; without one each rank holds all of them."""
+
+    def __init__(
+        self, config: RunConfig, task: Task, run: Path, ranks: Ranks, watch: Watch, mesh: DeviceMesh | None = None
+    ) -> None:
         self.config, self.task, self.run, self.ranks, self.watch = config, task, run, ranks, watch
+        self.divided = mesh is not None
         self.device = ranks.device
         self.steps = training_steps(config)
         self.loader = task.rows(config.model.context, config.train.seed)
         self.validation = self.open_validation()
         self.rows = rows_of_step(config, ranks.world)
         self.rows_per_pass = rows_per_pass(config, self.rows, self.device)
-        self.objective = build_for_training(config, self.device)
+        self.objective = build_for_training(config, self.device, mesh)
         self.optimizer = Optimizer(
             build_param_groups(
                 self.objective.named_parameters(),
@@ -151,33 +167,33 @@ class Trainer:
             raise RequestError(
                 f"{self.run} was trained on other data than {self.task.source}; resume it with the same data"
             )
-        self.objective.decoder.load_state_dict(found.tensors("decoder"))
-        if isinstance(self.objective, MaglevObjective):
-            self.objective.prefiller.load_state_dict(found.tensors("prefiller"))
-        self.optimizer.load_state_tensors(found.tensors("optimizer"))
+        saving.restore(found, self.objective, self.optimizer)
         self.progress = progress
         self.saved_step = progress.step
         self.watch.say(f"resumed at step {progress.step} of {self.steps}")
 
     def save(self) -> None:
-        if self.saved_step != self.progress.step:
-            optimizer = self.optimizer.state_tensors()
-            distributed.together(lambda: self.write_checkpoint(optimizer))
-            self.saved_step = self.progress.step
-
-    def write_checkpoint(self, optimizer: dict[str, Tensor]) -> None:
-        if self.metrics is None:
+        step = self.progress.step
+        if self.saved_step == step:
             return
-        self.metrics.sync()
-        tensors: dict[str, dict[str, Tensor]] = {
-            "decoder": self.objective.decoder.state_dict(),
-            "optimizer": optimizer,
-        }
-        if isinstance(self.objective, MaglevObjective):
-            tensors["prefiller"] = self.objective.prefiller.state_dict()
         # while steps fail the weights may be broken: older checkpoints stay until one succeeds
         keep = sys.maxsize if self.progress.bad_in_a_row else self.config.train.keep_checkpoints
-        checkpoint.save(self.run, self.progress.step, tensors, asdict(self.progress), keep)
+        state = asdict(self.progress)
+        if self.divided:
+            saving.save_divided(self.run, step, self.objective, self.optimizer, state, keep, self.sync_metrics)
+        else:
+            optimizer = self.optimizer.state_tensors()
+            distributed.together(lambda: self.save_whole(optimizer, state, keep))
+        self.saved_step = step
+
+    def save_whole(self, optimizer: dict[str, Tensor], state: dict[str, Any], keep: int) -> None:
+        if self.ranks.is_main:
+            self.sync_metrics()
+            saving.save_whole(self.run, self.progress.step, self.objective, optimizer, state, keep)
+
+    def sync_metrics(self) -> None:
+        if self.metrics is not None:
+            self.metrics.sync()
 
     def train(self, interruption: Interruption) -> int:
         """Run to the end, or to a signal, whose number is returned. What was done is saved either way."""
@@ -190,8 +206,7 @@ class Trainer:
                 self.save()
                 return signal
             if self.validation_due():
-                distributed.together(self.validate)
-                self.validated_step = self.progress.step
+                self.validate()
                 continue
             self.one_step()
             if self.progress.step == self.steps or self.progress.step % self.config.train.checkpoint_every == 0:
@@ -241,17 +256,26 @@ class Trainer:
         return range(first, first + self.rows)
 
     def accumulate(self, batch: Batch) -> tuple[StepLosses, int]:
-        """Gradients of the mean over the global batch, a pass at a time; summed over ranks by the optimizer.
+        """Gradients of the mean over the global batch, a pass at a time; whole ones are summed by the optimizer.
 
         Where memory runs out on a rank, all begin the step anew with smaller passes: nothing of it was applied yet.
+        Ranks that divide the parameters cannot: in the middle of a pass they wait for each other.
         """
         mine = float((batch.targets >= 0).sum())
         everyone = distributed.sum_over_ranks([mine])[0]
+        if self.divided:
+            sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+            with distributed.work_with_messages(), fitting(self.config, self.rows_per_pass, self.device):
+                self.add_passes(batch, everyone, sums)
+            total, next_token, consistency, norms = distributed.sum_over_ranks(
+                [*sums.tolist(), self.own_gradient_norm()]
+            )
+            return StepLosses(total, next_token, consistency, norms), int(everyone)
         asked = self.rows_per_pass
         while True:
             sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-            short = not sufficed(lambda: self.add_passes(batch, everyone, sums))  # noqa: B023
-            norm = 0.0 if short else self.gradient_norm()
+            short = not distributed.together(lambda: sufficed(lambda: self.add_passes(batch, everyone, sums)))  # noqa: B023
+            norm = 0.0 if short else self.own_gradient_norm()
             # a rank that is short may not even have room for the tensor of sums
             own = [0.0] * 3 if short else sums.tolist()
             total, next_token, consistency, norms, shortages = distributed.sum_over_ranks([*own, norm, float(short)])
@@ -266,6 +290,10 @@ class Trainer:
             )
         return StepLosses(total, next_token, consistency, norms), int(everyone)
 
+    def own_gradient_norm(self) -> float:
+        gradients = [local(p.grad) for p in self.objective.parameters() if p.grad is not None]
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
+
     def add_passes(self, batch: Batch, everyone: float, sums: Tensor) -> None:
         for first in range(0, self.rows, self.rows_per_pass):
             self.add_pass(Batch(*(array[first : first + self.rows_per_pass] for array in batch)), everyone, sums)
@@ -274,9 +302,11 @@ class Trainer:
         tokens = torch.from_numpy(part.tokens).to(self.device, non_blocking=True)
         targets = torch.from_numpy(part.targets).to(self.device, non_blocking=True)
         share = float((part.targets >= 0).sum()) / max(everyone, 1.0)
+        # the gradients of divided parameters are averaged over the ranks: here they shall add up
+        ranks = self.ranks.world if self.divided else 1
         with building_kernels(self.device):
             losses = self.objective(tokens, targets, documents_of(part, self.config.data, self.device))
-            (losses.total * share).backward()
+            (losses.total * (share * ranks)).backward()
         means = torch.stack([losses.total, losses.next_token, losses.consistency])
         sums += means.detach().double() * share
 
@@ -295,7 +325,8 @@ class Trainer:
     def fit_rows(self) -> None:
         """Where the user left it open and memory can be measured: the largest micro-batch that fits."""
         memory = memory_of(self.device)
-        if memory is None or self.config.train.rows_per_pass:
+        # ranks that divide the parameters wait for each other in the middle of a pass, so none may try alone
+        if memory is None or self.config.train.rows_per_pass or self.divided:
             return
 
         def try_pass(rows: int) -> None:
@@ -311,8 +342,9 @@ class Trainer:
         self.rows_per_pass = found or self.fail(NO_ROW.format(device=self.device))
 
     def gradient_norm(self) -> float:
-        gradients = [p.grad for p in self.objective.parameters() if p.grad is not None]
-        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
+        """Of the sums over the ranks, which whole gradients hold only after the optimizer's step."""
+        own = self.own_gradient_norm()
+        return math.sqrt(distributed.sum_over_ranks([own**2])[0]) if self.divided else own
 
     def keep_bad_batch(self, batch: Batch) -> None:
         """Skip the step, keep what led there."""
@@ -354,14 +386,21 @@ class Trainer:
         return step % train.validate_every == 0 or step == self.steps
 
     def validate(self) -> None:
+        """All ranks together; rank 0 measures, with the weights of all."""
+        objective = self.objective
+        whole = saving.whole_copy(self.config, objective, self.device) if self.divided else objective
+        distributed.together(lambda: self.measure(whole))
+        self.validated_step = self.progress.step
+
+    def measure(self, objective: Objective | None) -> None:
         """By memory source, on part of what was held back."""
         validation, step = self.validation, self.progress.step
-        if self.metrics is None or validation is None:
+        if self.metrics is None or validation is None or objective is None:
             return
-        self.objective.eval()
-        values = validation.measure(self.objective, self.rows_per_pass, self.config.data)
-        loop = self.measure_loop(validation)
-        self.objective.train()
+        objective.eval()
+        values = validation.measure(objective, self.rows_per_pass, self.config.data)
+        loop = self.measure_loop(objective, validation)
+        objective.train()
         named = {f"{validation.metric}_{source}": value for source, value in values.items()}
         if "lifted" in values:
             named[f"{validation.metric}_recurrent_minus_lifted"] = values["recurrent"] - values["lifted"]
@@ -371,12 +410,12 @@ class Trainer:
             shown += f"; of a disturbance a step leaves {loop['contraction_step']:.2f}"
         self.watch.say(f"step {step}: {validation.words} {shown}")
 
-    def measure_loop(self, validation: Validation) -> dict[str, Any]:
+    def measure_loop(self, objective: Objective, validation: Validation) -> dict[str, Any]:
         """Whether the recurrence holds, where there is one."""
-        if self.objective.decoder.injection is None:
+        if objective.decoder.injection is None:
             return {}
         tokens = validation.tokens(DIAGNOSTIC_ROWS).to(self.device)
-        return asdict(loop_diagnostics(self.objective.decoder, tokens))
+        return asdict(loop_diagnostics(objective.decoder, tokens))
 
     def close(self) -> None:
         if self.metrics is not None:
@@ -390,7 +429,8 @@ class Trainer:
         passes = self.rows // self.rows_per_pass
         return [
             f"{recipe}, depth {depth}: {self.steps} steps of {tokens:,} tokens ({share}), "
-            f"{passes} x {self.rows_per_pass} rows per rank on {self.device}",
+            f"{passes} x {self.rows_per_pass} rows per rank on {self.device}"
+            + (f", parameters divided over {self.ranks.world} ranks" if self.divided else ""),
             attention.describe(self.device.type) + self.exceptions(),
         ]
 

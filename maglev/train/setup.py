@@ -1,22 +1,26 @@
 """From a configuration to the parts of a run: modules on their device, rows per pass, weights to start from."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from maglev.checkpoint import newest
 from maglev.config import RunConfig
-from maglev.errors import RequestError
+from maglev.errors import RequestError, WorkError
 from maglev.model.accounting import decoder_flops, objective_flops
 from maglev.model.attention import Block
-from maglev.model.init import initialise
+from maglev.model.init import draw, initialise
 from maglev.objectives import Objective, build_objective
 from maglev.ops.recompute import LEAN, LEAN_COMPILED, again
 from maglev.runs import read_config
 from maglev.train.fitting import USABLE, largest_divisor
+from maglev.train.saving import fill
+from maglev.train.sharding import shard
 from maglev.train.task import Task
 
 CPU_TOKENS_PER_PASS = 16_384
@@ -26,13 +30,20 @@ KEPT_WIDTHS = {"none": 26, "selective": 16, "full": 4}
 ENOUGH_TOKENS_PER_PASS = 65_536
 
 
-def build_for_training(config: RunConfig, device: torch.device) -> Objective:
+def build_for_training(config: RunConfig, device: torch.device, mesh: DeviceMesh | None = None) -> Objective:
+    """With initial weights, divided over the ranks of `mesh` where there is one."""
     objective = build_objective(config)
-    initialise(objective, config.train.seed)
-    objective.to(device)
-    objective.decoder.embedding.compute_dtype = compute_dtype(config, device)
+    compute = compute_dtype(config, device)
+    objective.decoder.embedding.compute_dtype = compute
     compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
     prepare_blocks(objective, compiled, config.train.recompute)
+    if mesh is None:
+        initialise(objective, config.train.seed)
+        return objective.to(device)
+    # divided before they are filled: what was never written takes no memory, and a rank keeps no other's rows
+    shard(objective, mesh, compute)
+    for name, parameter in objective.named_parameters():
+        fill(parameter, draw(name, parameter, config.train.seed))
     return objective
 
 
@@ -95,6 +106,27 @@ def most_rows(config: RunConfig) -> int:
     return max(1, ENOUGH_TOKENS_PER_PASS // config.model.context)
 
 
+@contextmanager
+def fitting(config: RunConfig, fits: int, device: torch.device) -> Iterator[None]:
+    """A pass of `fits` rows that finds no room says what to set."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        wanted = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+        if not wanted:
+            raise
+        smaller = max((divisor for divisor in range(1, fits) if fits % divisor == 0), default=0)
+        remedy = (
+            f"resume with --set train.rows_per_pass={smaller}"
+            if smaller
+            else "not even one row fits: divide the model over more ranks with --set train.sharding=full, "
+            "or begin a run with a smaller depth or model.context"
+        )
+        raise WorkError(
+            f"out of memory on {device} with {fits} rows of {config.model.context} tokens per pass; {remedy}"
+        ) from error
+
+
 def start_from(objective: Objective, run: Path, task: Task, report: Callable[[str], None]) -> list[str]:
     """Copy another run's decoder into this one, and into a prefiller where names and shapes agree.
 
@@ -114,14 +146,13 @@ def start_from(objective: Objective, run: Path, task: Task, report: Callable[[st
     checkpoint = newest(run, report)
     if checkpoint is None:
         raise RequestError(f"--init-from {run}: it has no checkpoint yet; let that run reach one first")
-    tensors = checkpoint.tensors("decoder")
+    tensors = checkpoint.stored("decoder")
     missing = []
-    with torch.no_grad():
-        for name, parameter in objective.named_parameters():
-            _, _, own_name = name.partition(".")
-            given = tensors.get(own_name)
-            if given is not None and given.shape == parameter.shape:
-                parameter.copy_(given)
-            else:
-                missing.append(name)
+    for name, parameter in objective.named_parameters():
+        _, _, own_name = name.partition(".")
+        given = tensors.get(own_name)
+        if given is not None and given.shape == parameter.shape:
+            fill(parameter, given)
+        else:
+            missing.append(name)
     return missing

@@ -5,23 +5,19 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 
 from maglev import checkpoint
 from maglev.data.loader import Loader
 from maglev.data.shards import open_data
 from maglev.runs import read_metrics
-from tests.helpers import ALL_RECIPES
-from tests.processes import ROOT, Process, Processes, until
+from tests.processes import Process, Processes, until
 from tests.small_runs import FAST, assert_same_tensors, losses_of, tensors_of, train_arguments
 
 # an all-reduce that waits in vain must not outlive the test
@@ -51,17 +47,6 @@ def run_ranks(processes: Processes, arguments: list[str], world: int = 2, before
     for process in ranks:
         assert process.wait(PATIENCE) == 0, process.stderr
     return ranks
-
-
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
-def test_two_ranks_give_the_losses_of_one_process_for_every_recipe(
-    recipe: str, data: Path, tmp_path: Path, processes: Processes
-) -> None:
-    """Two layers: with one, nothing lies between the scales and the norm that does not see them."""
-    settings = FAST | {"train.steps": 8}
-    processes.run(train_arguments(recipe, data, tmp_path / "one", settings, depth=2))
-    run_ranks(processes, train_arguments(recipe, data, tmp_path / "two", settings, depth=2))
-    np.testing.assert_allclose(losses_of(tmp_path / "two"), losses_of(tmp_path / "one"), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["maglev-shared-0.1", "lrt-ssss"])
@@ -280,16 +265,6 @@ def test_ranks_share_the_tokens_of_a_step(data: Path, tmp_path: Path, processes:
     ranks = start_ranks(processes, [arguments] * 2)
     assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
     assert "not a multiple of the context 32 x 2 ranks; set it to 128" in ranks[0].error
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_under_torchrun(data: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "maglev"]
-    arguments = train_arguments("maglev-shared-0.1", data, tmp_path / "run", FAST, "--json")
-    done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["finished"] is True
-    assert len(losses_of(tmp_path / "run")) == 6
 
 
 @pytest.mark.soak
