@@ -86,7 +86,7 @@ def spells(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         def next_token(*logits_and_sampling: Any) -> int:
             return tokenizer.token_bytes.index(bytes([left.pop(0)])) if left else tokenizer.bos_id
 
-        monkeypatch.setattr("maglev.inference.engine.next_token", next_token)
+        monkeypatch.setattr("maglev.inference.writing.next_token", next_token)
 
     return spell
 
