@@ -148,15 +148,6 @@ def test_a_batch_goes_on_from_its_own_states(lm: LanguageModel) -> None:
         assert row.text == "".join(lm.generate(prompt, state=state, max_tokens=5, temperature=0))
 
 
-def test_a_batch_penalises_what_its_prompts_hold(lm: LanguageModel) -> None:
-    prompt, sampling = "".join(map(chr, range(128))), Sampling(temperature=0, repetition_penalty=50.0)
-    found = generate_batch(lm, [prompt, "a"], max_tokens=9, sampling=sampling)[0]
-    assert found.text == "".join(lm.generate(prompt, max_tokens=9, temperature=0, repetition_penalty=50.0))
-    assert not set(found.tokens) & set(lm.tokenizer.encode(prompt))
-    unheard = generate_batch(lm, ["", ""], states=lm.read(prompt).fork(2), max_tokens=9, sampling=sampling)[0]
-    assert set(unheard.tokens) & set(lm.tokenizer.encode(prompt))
-
-
 def test_states_that_do_not_fit_the_prompts_are_refused(lm: LanguageModel) -> None:
     state = lm.read("a")
     for wrong, says in (([state], "1 states for 2 prompts"), (state, "states is a State"), ([state, None], "state is")):
