@@ -7,6 +7,7 @@ once (Jacobi), and fewer of them where the tolerance is tight. Every pass makes 
 whatever the weights, so a chunk that does not settle within its budget is finished by stepping.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -79,13 +80,15 @@ def read_(
     if not tokens.shape[1]:
         return report
     for part in tokens.split(chunk or default_chunk(decoder.config), dim=1):
-        passing = chunk_of(decoder, part, state)
-        if decoder.config.memory == "none":
-            settled = read_without_memory_(passing, report)
-        else:
-            settled = read_chunk_(passing, tolerance, budget, passes, stride, report)
-        passing.commit_(state, settled)
-        kept = [passing.memory[:, :settled], *step_on_(decoder, part[:, settled:], state)]
+        # recorded passes of a shape have one set of buffers, and threads may read at the same time
+        with decoder.lock if isinstance(decoder, FastDecoder) else nullcontext():
+            passing = chunk_of(decoder, part, state)
+            if decoder.config.memory == "none":
+                settled = read_without_memory_(passing, report)
+            else:
+                settled = read_chunk_(passing, tolerance, budget, passes, stride, report)
+            passing.commit_(state, settled)
+            kept = [passing.memory[:, :settled], *step_on_(decoder, part[:, settled:], state)]
         report.stepped += part.shape[1] - settled
         if memories is not None:
             memories += kept

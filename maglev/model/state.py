@@ -75,6 +75,11 @@ class DecoderState:
         caches = [RingCache(cache.key.clone(), cache.value.clone()) for cache in self.caches]
         return DecoderState(caches, self.memory.clone(), self.position.clone())
 
+    def to(self, dtype: torch.dtype, device: torch.device) -> "DecoderState":
+        """The same rows in another precision or place; what fits already is not copied."""
+        caches = [RingCache(cache.key.to(device, dtype), cache.value.to(device, dtype)) for cache in self.caches]
+        return DecoderState(caches, self.memory.to(device, dtype), self.position.to(device))
+
     @staticmethod
     def join(states: Sequence["DecoderState"]) -> "DecoderState":
         """One batch of many; rows keep their own positions."""
