@@ -3,7 +3,9 @@
 Who answers is a function from requests to scores: a model, a pen that writes requests down, or a file of scores.
 """
 
+import contextlib
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,15 +155,17 @@ def evaluate(model: HarnessLM, setting: TaskSetting, work: Path, bootstraps: int
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     manager, specs = find_tasks(setting, work)
-    found = simple_evaluate(
-        model=model,
-        tasks=specs,
-        task_manager=manager,
-        limit=setting.limit,
-        num_fewshot=setting.fewshot,
-        bootstrap_iters=bootstraps,
-        log_samples=False,
-    )
+    # what the harness prints is no result of ours
+    with contextlib.redirect_stdout(sys.stderr):
+        found = simple_evaluate(
+            model=model,
+            tasks=specs,
+            task_manager=manager,
+            limit=setting.limit,
+            num_fewshot=setting.fewshot,
+            bootstrap_iters=bootstraps,
+            log_samples=False,
+        )
     assert found is not None
     return dict(found)
 
