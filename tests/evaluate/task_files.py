@@ -99,6 +99,6 @@ class Oracle:
 
     def __call__(self, requests: Sequence[Request]) -> list[Score]:
         if self.guess is not None:
-            # so far apart that the length of a choice, by which some metrics divide, changes no order
-            return [Score(-(10 ** (20 * self.guess.random())), False) for _ in requests]
+            # far apart, so that the length of a choice, by which some metrics divide, seldom changes their order
+            return [Score(-(10 ** (2.8 * self.guess.random())), False) for _ in requests]
         return [Score(0.0, True) if self.knows(request) else Score(-1e3, False) for request in requests]
