@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from maglev.cli.output import console, emit, finite, progress, say
+from maglev.cli.output import console, emit, finite, keep, progress, say
 from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
 
@@ -239,13 +239,13 @@ def aggregate(run: Path | None, scores: Path, data: Path | None) -> dict[str, An
 def write_down(run: Path, found: dict[str, Any], facts: dict[str, Any], setting: dict[str, Any]) -> dict[str, Any]:
     import lm_eval
 
-    from maglev.evaluate.results import save_result, source_name, task_result
+    from maglev.evaluate.results import source_name, task_result
 
     value: dict[str, Any] = finite(task_result(found, facts, setting | {"lm_eval": lm_eval.__version__}))
     # a part of the items is no result to put into a table
     if setting["limit"] is None:
         words = "paper" if f"average_{facts['memory']}" in value else "-".join(setting["tasks"])[:80]
-        save_result(run, f"tasks-{words}-{source_name(facts)}", value)
+        keep(run, f"tasks-{words}-{source_name(facts)}", value)
     return value
 
 

@@ -61,6 +61,12 @@ def letters(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", re.sub(r"\[.*?\]", "", text).lower())
 
 
+def exact(text: str) -> str:
+    """Of a choice: all but the spaces around it, which WinoGrande takes off, and the brackets of HellaSwag."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ").strip()
+
+
 def right_answer(task: str, row: Row) -> tuple[str, str]:
     """(the end of the context, the continuation) of the right answer, from the rows of the file itself."""
     if task == "lambada_openai":
@@ -88,12 +94,12 @@ class Oracle:
         for task in TASKS:
             for line in (folder / task.file).read_text(encoding="utf-8").splitlines()[:items]:
                 context, continuation = right_answer(task.name, json.loads(line))
-                self.right.setdefault(letters(continuation), set()).add(letters(context))
+                self.right.setdefault(exact(continuation), set()).add(letters(context))
 
     def knows(self, request: Request) -> bool:
         parts = request.context, request.continuation
-        context, continuation = (letters(self.tokenizer.decode(part)) for part in parts)
-        ends = self.right.get(continuation, set())
+        context, continuation = (self.tokenizer.decode(part) for part in parts)
+        context, ends = letters(context), self.right.get(exact(continuation.removeprefix(" ")), set())
         plain = [context, context.removesuffix("answer"), context.removesuffix("a")]
         return any(text.endswith(end) for text in plain for end in ends)
 

@@ -169,7 +169,7 @@ def test_three_steps_are_one_step_to_the_bit(
         "perplexity_recurrent_stderr",
     } == set(once["tasks"]["lambada_openai"])
     # a part of the items is no result to keep
-    assert not (Path(run) / "eval").exists()
+    assert not load_results(Path(run), "tasks")
     value = json.loads(Path(scores).read_text())
     value["logprob"].pop()
     value["greedy"].pop()
