@@ -114,9 +114,7 @@ def make_table(facts: Sequence[Facts], sources: Sequence[str] = SOURCES) -> Pape
             lines = [our_line(group, label, source) for source in sources]
             found += [line for line in lines if line.cells]
         if recipe in PUBLISHED:
-            keys = [column.key for column in (FINEWEB, PERPLEXITY, *ACCURACIES, AVERAGE)]
-            cells = {key: Cell(value) for key, value in zip(keys, PUBLISHED[recipe], strict=True)}
-            found.append(Line(LABELS[recipe], recipe, PAPER, UNSTATED, (), cells))
+            found.append(published_line(recipe))
     used = {key for line in found for key in line.cells}
     return PaperTable(tuple(c for c in columns if c.key in used), compared(found, columns))
 
@@ -175,32 +173,36 @@ def numbers_of(run: Facts, source: str) -> dict[str, float]:
 
 
 def compared(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ...]:
-    """With differences to SWA and the best marked: ours among numbers that a user gets, the paper's among its own."""
+    """With differences to SWA and the best marked: ours among what a user gets, the paper's in its whole table."""
     base = {
-        origin: next((line.cells for line in lines if (line.recipe, line.origin) == (BASELINE, origin)), {})
+        origin: next((line for line in lines if (line.recipe, line.origin) == (BASELINE, origin)), None)
         for origin in (OURS, PAPER)
     }
-    best: dict[tuple[str, str], float] = {}
-    for column in columns:
-        pick = max if column.higher_is_better else min
-        for origin in (OURS, PAPER):
-            own = [
-                line.cells[column.key].value for line in lines if competes(line, origin) and column.key in line.cells
-            ]
-            if len(own) > 1:
-                best[origin, column.key] = round(pick(own), column.digits)
-    digits = {column.key: column.digits for column in columns}
+    published = [published_line(recipe) for recipe in PUBLISHED]
+    rivals = {OURS: [line for line in lines if line.origin == OURS and line.memory == "recurrent"], PAPER: published}
     found = []
     for line in lines:
         cells = {}
-        for key, cell in line.cells.items():
-            reference = base[line.origin].get(key)
-            difference = None if reference is None or line.recipe == BASELINE else cell.value - reference.value
-            is_best = competes(line, line.origin) and round(cell.value, digits[key]) == best.get((line.origin, key))
-            cells[key] = Cell(cell.value, cell.spread, difference, is_best)
+        for column in columns:
+            if column.key not in line.cells:
+                continue
+            cell, reference = line.cells[column.key], base[line.origin]
+            compares = reference is not None and reference is not line and column.key in reference.cells
+            difference = cell.value - reference.cells[column.key].value if reference and compares else None
+            best = line.memory in ("recurrent", UNSTATED) and is_best(cell, rivals[line.origin], column)
+            cells[column.key] = replace(cell, difference=difference, best=best)
         found.append(replace(line, cells=cells))
     return tuple(found)
 
 
-def competes(line: Line, origin: str) -> bool:
-    return line.origin == origin and line.memory in ("recurrent", UNSTATED)
+def is_best(cell: Cell, rivals: Sequence[Line], column: Column) -> bool:
+    """As far as digits are shown; one alone has no rival."""
+    values = [line.cells[column.key].value for line in rivals if column.key in line.cells]
+    pick = max if column.higher_is_better else min
+    return len(values) > 1 and round(cell.value, column.digits) == round(pick(values), column.digits)
+
+
+def published_line(recipe: str) -> Line:
+    keys = [column.key for column in (FINEWEB, PERPLEXITY, *ACCURACIES, AVERAGE)]
+    cells = {key: Cell(value) for key, value in zip(keys, PUBLISHED[recipe], strict=True)}
+    return Line(LABELS[recipe], recipe, PAPER, UNSTATED, (), cells)

@@ -13,10 +13,10 @@ from maglev.evaluate.table_facts import Facts
 from maglev.files import atomic_path
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDE = (9.6, 3.8)
+MARKERS = "osD^v"
 
 
 def draw_figures(folder: Path, facts: Sequence[Facts], table: PaperTable, ending: str = ".svg") -> list[Path]:
@@ -135,19 +135,27 @@ def draw_cost(figure: "Figure", table: PaperTable, column: Column) -> None:
     """Recurrent bits per byte against what training took and against what a reader keeps."""
     left, right = figure.subplots(1, 2, sharey=True)
     palette = colours([line.recipe for line in table.lines])
+    drawn: list[str] = []
     for line in table.lines:
         cell = line.cells.get(column.key)
         if cell is None or line.memory != "recurrent" or line.training_flops is None or line.state_bytes is None:
             continue
+        # rows of one recipe have its colour, and each a sign of its own
+        sign = MARKERS[drawn.count(line.recipe) % len(MARKERS)]
+        drawn.append(line.recipe)
         for axes, x in ((left, line.training_flops), (right, line.state_bytes)):
-            point(axes, x, cell.value, cell.spread, palette[line.recipe], line.model)
+            axes.errorbar(
+                [x],
+                [cell.value],
+                yerr=None if cell.spread is None else [cell.spread],
+                fmt=sign,
+                capsize=3,
+                color=palette[line.recipe],
+                label=line.model,
+            )
     left.set_xlabel("FLOPs of training")
     right.set_xlabel("bytes of state, bfloat16")
     left.set_ylabel(f"{column.title} bits per byte, recurrent")
     for axes in (left, right):
         axes.set_xscale("log")
     left.legend()
-
-
-def point(axes: "Axes", x: float, y: float, spread: float | None, colour: str, label: str) -> None:
-    axes.errorbar([x], [y], yerr=None if spread is None else [spread], fmt="o", capsize=3, color=colour, label=label)

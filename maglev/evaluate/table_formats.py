@@ -9,7 +9,7 @@ from maglev.evaluate.table import OURS, Cell, Column, Line, PaperTable
 HEADINGS = ("model", "numbers", "memory", "seeds")
 NOTE = (
     "Ours: mean over seeds ± standard deviation, where there is more than one. Best of ours in bold among recurrent "
-    "numbers, what a user gets; best of the paper's among its own. The paper's are after 43.52B tokens at depth 20."
+    "numbers, what a user gets; best of the paper's in its whole table, which is after 43.52B tokens at depth 20."
 )
 DIFFERENCES = "Difference to SWA, ours to ours and the paper's to the paper's"
 

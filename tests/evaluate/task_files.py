@@ -61,12 +61,6 @@ def letters(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", re.sub(r"\[.*?\]", "", text).lower())
 
 
-def exact(text: str) -> str:
-    """Of a choice: all but the spaces around it, which WinoGrande takes off, and the brackets of HellaSwag."""
-    text = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", text).replace("  ", " ").strip()
-
-
 def right_answer(task: str, row: Row) -> tuple[str, str]:
     """(the end of the context, the continuation) of the right answer, from the rows of the file itself."""
     if task == "lambada_openai":
@@ -85,26 +79,45 @@ def right_answer(task: str, row: Row) -> tuple[str, str]:
     return row["passage"] + "Question" + row["question"], "yes" if row["answer"] else "no"
 
 
+def choices_of(task: str, row: Row) -> tuple[int, int]:
+    """(the right one, how many there are)"""
+    if task == "lambada_openai":
+        return 0, 1
+    if task == "hellaswag":
+        return int(row["label"]), len(row["endings"])
+    if task.startswith("arc"):
+        return row["gold"], len(row["choices"])
+    if task == "social_iqa":
+        return int(row["label"]) - 1, 3
+    if task == "winogrande":
+        return int(row["answer"]) - 1, 2
+    return int(row["label"] if task == "piqa" else row["answer"]), 2
+
+
 class Oracle:
-    """Knows the right answers, or guesses. Whatever else the harness puts around them does not matter to it."""
+    """Knows which request of each item is right, and that it must read so in the item's own words; or guesses."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, items: int, guess: bool = False) -> None:
         self.tokenizer, self.guess = tokenizer, random.Random(0) if guess else None
-        self.right: dict[str, set[str]] = {}
+        # of every request in order: the right answer, None for a wrong one
+        self.expected: list[tuple[str, str] | None] = []
         for task in TASKS:
             for line in (folder / task.file).read_text(encoding="utf-8").splitlines()[:items]:
-                context, continuation = right_answer(task.name, json.loads(line))
-                self.right.setdefault(exact(continuation), set()).add(letters(context))
+                row = json.loads(line)
+                right, count = choices_of(task.name, row)
+                self.expected += [right_answer(task.name, row) if index == right else None for index in range(count)]
 
-    def knows(self, request: Request) -> bool:
-        parts = request.context, request.continuation
-        context, continuation = (self.tokenizer.decode(part) for part in parts)
-        context, ends = letters(context), self.right.get(exact(continuation.removeprefix(" ")), set())
-        plain = [context, context.removesuffix("answer"), context.removesuffix("a")]
-        return any(text.endswith(end) for text in plain for end in ends)
+    def check(self, request: Request, context: str, continuation: str) -> None:
+        read = letters(self.tokenizer.decode(request.context))
+        assert any(text.endswith(letters(context)) for text in (read, read.removesuffix("answer"), read[:-1]))
+        assert letters(self.tokenizer.decode(request.continuation)) == letters(continuation)
 
     def __call__(self, requests: Sequence[Request]) -> list[Score]:
+        assert len(requests) == len(self.expected)
         if self.guess is not None:
             # far apart, so that the length of a choice, by which some metrics divide, seldom changes their order
             return [Score(-(10 ** (2.8 * self.guess.random())), False) for _ in requests]
-        return [Score(0.0, True) if self.knows(request) else Score(-1e3, False) for request in requests]
+        for request, right in zip(requests, self.expected, strict=True):
+            if right is not None:
+                self.check(request, *right)
+        return [Score(-1e3, False) if right is None else Score(0.0, True) for right in self.expected]

@@ -100,8 +100,11 @@ def test_seeds_make_one_line_with_a_spread_and_other_settings_another(runs: list
     assert own.cells["average"].value == pytest.approx(44) and own.cells["average"].difference == pytest.approx(2)
     # lifted memories are no contest: nobody is deployed with them
     assert own.cells["fw"].best and not lifted.cells["fw"].best and lifted.cells["fw"].value < own.cells["fw"].value
+    # the other SWA is measured against the first one too
+    assert double.cells["fw"].difference == pytest.approx(-0.02) and swa.cells["fw"].difference is None
     theirs = [line for line in table.lines if line.origin == "paper"]
     assert [line.recipe for line in theirs] == ["swa-ssss", "maglev-shared-0.1"]
+    assert not theirs[1].cells["fw"].best and theirs[1].cells["hellaswag"].best
     assert theirs[1].cells["fw"].difference == pytest.approx(0.7295 - 0.7413)
     assert [column.key for column in table.columns] == [c.key for c in (FINEWEB, PERPLEXITY, *ACCURACIES, AVERAGE)]
 
