@@ -21,8 +21,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from maglev.data.tokenizer import Tokenizer
-from maglev.errors import RequestError
-from maglev.evaluate.paper_tasks import BY_NAME, TASKS, write_definition
+from maglev.errors import RequestError, WorkError
+from maglev.evaluate.paper_tasks import BY_NAME, TASKS, find_definition, write_definition
 from maglev.evaluate.requests import Request, RequestFile, Score, ScoreFile
 from maglev.inference.batch import generate_batch
 from maglev.inference.engine import LanguageModel
@@ -126,40 +126,54 @@ def task_names(words: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def find_tasks(setting: TaskSetting, work: Path) -> tuple[TaskManager, list[str]]:
-    """Those of local files as definitions written to `work`; those of the Hub by name."""
-    if setting.data is not None:
-        for name in setting.tasks:
-            if name not in BY_NAME:
-                raise RequestError(
-                    f"there is no local file for task {name!r}, only for {', '.join(BY_NAME)}; "
-                    f"leave --data away to take it from the Hub"
-                )
-        ours = Path(lm_eval.tasks.__file__).parent
-        paths = [
-            write_definition(BY_NAME[name], Path(setting.data), ours, work, setting.limit) for name in setting.tasks
-        ]
-        # no need to look through the thousands of files that the harness has
-        return TaskManager(include_defaults=False), [str(path) for path in paths]
-    manager = TaskManager()
+def load_tasks(setting: TaskSetting, work: Path) -> tuple[TaskManager, list[Any]]:
+    """Those of local files from definitions written to `work`, those of the Hub by name."""
+    manager = manager_for(setting, work)
+    found: list[Any] = []
     for name in setting.tasks:
         if name not in manager.task_index:
             raise RequestError(
                 f"lm_eval {lm_eval.__version__} has no task {name!r}; 'lm-eval ls tasks' lists what it has"
             )
-    return manager, list(setting.tasks)
+        try:
+            loaded = manager.load(name)
+        except OSError as error:
+            raise WorkError(
+                f"the data of task {name!r} did not come from the Hub ({error}); try again, or give files with --data"
+            ) from error
+        found += [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
+    return manager, found
+
+
+def manager_for(setting: TaskSetting, work: Path) -> TaskManager:
+    """One that knows the paper's tasks alone where there are no others: the harness has thousands of files."""
+    others = [name for name in setting.tasks if name not in BY_NAME]
+    if others and setting.data is not None:
+        raise RequestError(
+            f"there is no local file for task {others[0]!r}, only for {', '.join(BY_NAME)}; "
+            f"leave --data away to take it from the Hub"
+        )
+    if others:
+        return TaskManager()
+    folder = Path(lm_eval.tasks.__file__).parent
+    definitions = {name: find_definition(BY_NAME[name], folder) for name in setting.tasks}
+    if setting.data is None:
+        return TaskManager(include_defaults=False, include_path=sorted({str(d.parent) for d in definitions.values()}))
+    for name, definition in definitions.items():
+        write_definition(BY_NAME[name], definition, Path(setting.data), work, setting.limit)
+    return TaskManager(include_defaults=False, include_path=str(work))
 
 
 def evaluate(model: HarnessLM, setting: TaskSetting, work: Path, bootstraps: int = BOOTSTRAPS) -> dict[str, Any]:
     """The harness's own results. `work` is an empty folder for its files."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-    manager, specs = find_tasks(setting, work)
+    manager, tasks = load_tasks(setting, work)
     # what the harness prints is no result of ours
     with contextlib.redirect_stdout(sys.stderr):
         found = simple_evaluate(
             model=model,
-            tasks=specs,
+            tasks=tasks,
             task_manager=manager,
             limit=setting.limit,
             num_fewshot=setting.fewshot,

@@ -175,13 +175,17 @@ def read_row(line: str, place: str, task: PaperTask) -> Row:
         raise RequestError(f"{place}: {error}; this is not an item of {task.name}") from None
 
 
-def write_definition(task: PaperTask, data: Path, harness_tasks: Path, out: Path, limit: int | None) -> Path:
-    """A task file for the harness: its own definition, on the rows of a local file. YAML reads JSON."""
-    definition = harness_tasks / task.definition
-    if not definition.is_file():
+def find_definition(task: PaperTask, harness_tasks: Path) -> Path:
+    path = harness_tasks / task.definition
+    if not path.is_file():
         raise RequestError(
             f"this lm_eval has no {task.definition} and so no {task.name}; install the version of constraints.txt"
         )
+    return path
+
+
+def write_definition(task: PaperTask, definition: Path, data: Path, out: Path, limit: int | None) -> None:
+    """A task file for the harness: its own definition, on the rows of a local file. YAML reads JSON."""
     rows = read_rows(data, task, limit)[:limit]
     content = out / f"{task.name}.jsonl"
     files.write_text(content, "".join(json.dumps(row) + "\n" for row in rows))
@@ -196,6 +200,4 @@ def write_definition(task: PaperTask, data: Path, harness_tasks: Path, out: Path
         "test_split": None,
         f"{task.split}_split": task.split,
     }
-    path = out / f"{task.name}.yaml"
-    files.write_json(path, local)
-    return path
+    files.write_json(out / f"{task.name}.yaml", local)

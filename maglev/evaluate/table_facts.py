@@ -32,7 +32,9 @@ def collect(places: Sequence[Path]) -> list[Facts]:
 
 def facts_of(run: Path) -> Facts:
     config = read_config(run)
-    bpb, tasks, recall = (load_results(run, kind) for kind in ("bpb", "tasks-paper", "recall"))
+    bpb, tasks, recall = (
+        [without_places(result) for result in load_results(run, kind)] for kind in ("bpb", "tasks-paper", "recall")
+    )
     if not (bpb or tasks or recall):
         raise RequestError(
             f"{run} has no results yet; measure it with 'maglev eval bpb', 'maglev eval tasks' or 'maglev eval recall'"
@@ -57,6 +59,12 @@ def facts_of(run: Path) -> Facts:
             key: [row.get(key) for row in rows] for key in ("step", "next_token_loss", "consistency_loss", "memory")
         },
     }
+
+
+def without_places(result: Facts) -> Facts:
+    """Where runs and files lay on some machine is no fact of the run."""
+    setting = {key: value for key, value in result.get("setting", {}).items() if key != "data"}
+    return {key: value for key, value in result.items() if key != "run"} | ({"setting": setting} if setting else {})
 
 
 def save_facts(path: Path, facts: Sequence[Facts]) -> None:

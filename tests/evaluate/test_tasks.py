@@ -11,7 +11,7 @@ import pytest
 
 from maglev.__main__ import main
 from maglev.data.tokenizer import Tokenizer
-from maglev.errors import RequestError
+from maglev.errors import RequestError, WorkError
 from maglev.evaluate.paper_tasks import BY_NAME, TASKS, read_rows
 from maglev.evaluate.requests import Request, Score, load_requests
 from tests.evaluate.task_files import ITEMS, Oracle, write_tasks
@@ -19,6 +19,7 @@ from tests.small_runs import Train, one_line
 
 pytest.importorskip("lm_eval", reason="needs lm_eval, the extra 'tasks' of maglev")
 
+from maglev.evaluate import harness
 from maglev.evaluate.harness import HarnessLM, TaskSetting, build_requests, evaluate, task_names
 from maglev.evaluate.results import load_results, task_result
 
@@ -98,6 +99,42 @@ def test_prompts_begin_with_bos_once_and_split_where_the_harness_splits(
     assert texts[7][0].endswith("because the river") and texts[8][1] == " was too large."
     assert texts[-3] == ("Q: Ada saw a teacher. What comes next?\nA:", " sleep")
     assert texts[-1] == ("A river is not a engine.\nQuestion: is a river a engine?\nAnswer:", " yes")
+
+
+def test_the_hubs_data_sets_make_the_same_requests(
+    tasks_folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and splits as the harness asks the Hub for them; the rows of two tasks stand in for its answer."""
+    import datasets
+
+    names = ("arc_easy", "boolq")
+    local, _ = build_requests(tokenizer, TaskSetting(names, str(tasks_folder), limit=ITEMS), tmp_path / "local")
+    asked = {}
+
+    def from_hub(path: str, name: str | None = None, **_: Any) -> datasets.DatasetDict:
+        task = BY_NAME["arc_easy" if name == "ARC-Easy" else "boolq"]
+        asked[path, name] = task.name
+        rows = datasets.Dataset.from_list(read_rows(tasks_folder, task, ITEMS))
+        return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
+
+    monkeypatch.setattr(datasets, "load_dataset", from_hub)
+    found, _ = build_requests(tokenizer, TaskSetting(names, None), tmp_path / "hub")
+    assert found == local and asked == {
+        ("allenai/ai2_arc", "ARC-Easy"): "arc_easy",
+        ("aps/super_glue", "boolq"): "boolq",
+    }
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(WorkError, match=r"'boolq' did not come from the Hub .*give files with --data"):
+        build_requests(tokenizer, TaskSetting(("boolq",), None), tmp_path)
+    # there are thousands of others to look through, which takes its time
+    without = harness.TaskManager(include_defaults=False)
+    monkeypatch.setattr(harness, "TaskManager", lambda: without)
+    with pytest.raises(RequestError, match=r"lm_eval 0\.4\.\d+ has no task 'booolq'"):
+        build_requests(tokenizer, TaskSetting(("booolq",), None), tmp_path)
 
 
 def test_bos_stands_for_an_empty_context_and_is_cut_with_the_beginning(tokenizer: Tokenizer) -> None:
