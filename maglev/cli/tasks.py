@@ -1,7 +1,9 @@
 """`maglev eval tasks` and `maglev eval score`"""
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +15,7 @@ from maglev.errors import RequestError
 
 if TYPE_CHECKING:
     from maglev.evaluate.harness import TaskSetting
+    from maglev.evaluate.requests import Request, Score
     from maglev.evaluate.scoring import ScoringRun
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
@@ -114,9 +117,7 @@ def score(
     opened = open_run(run, memory, passes, reading, batch_rows, batch_tokens, weights, device)
     if opened.tokenizer.fingerprint != asked.tokenizer:
         raise RequestError(f"{requests} was built with another tokenizer than that of {run}; build them with this run")
-    with progress("requests") as meter:
-        stage = f"scoring, {memory} memories"
-        found = opened.scorer.score(asked.requests, lambda done, total: meter.update(stage, done, total))
+    found = scored(opened, asked.requests)
     save_scores(out, asked, found, opened.facts)
     emit(opened.facts | {"scores": str(out), "count": len(found)}, as_json, render_scored)
 
@@ -187,17 +188,17 @@ def open_run(
 def in_one_step(run: Path, setting: "TaskSetting", opened: "ScoringRun") -> dict[str, Any]:
     from maglev.evaluate.harness import HarnessLM, evaluate
 
-    with progress("requests") as meter, tempfile.TemporaryDirectory() as work:
-        stage = f"scoring, {opened.facts['memory']} memories"
-        model = HarnessLM(
-            opened.tokenizer,
-            lambda asked: opened.scorer.score(asked, lambda done, total: meter.update(stage, done, total)),
-            setting.max_length,
-            opened.lm,
-        )
-        meter.update("building requests", 0)
+    model = HarnessLM(opened.tokenizer, partial(scored, opened), setting.max_length, opened.lm)
+    with tempfile.TemporaryDirectory() as work:
         found = evaluate(model, setting, Path(work))
     return write_down(run, found, opened.facts, asdict(setting) | {"cut": model.cut})
+
+
+def scored(opened: "ScoringRun", requests: "Sequence[Request]") -> "list[Score]":
+    """The harness shows its own progress before and after this, so ours is here and nowhere else."""
+    with progress("requests") as meter:
+        stage = f"scoring, {opened.facts['memory']} memories"
+        return opened.scorer.score(requests, lambda done, total: meter.update(stage, done, total))
 
 
 def build(run: Path, setting: "TaskSetting", out: Path) -> dict[str, Any]:

@@ -229,7 +229,9 @@ def test_whole_files_are_kept_in_the_run_by_memory_source(
     )
     words = ["eval", "tasks", str(run), "--tasks", "piqa,boolq", "--data", str(tasks_folder), "--memory", "lifted"]
     assert main(words) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    out, err = capsys.readouterr()
+    assert "scoring, lifted memories: 12 of 12 requests" in err
+    shown = " ".join(out.split())
     assert "lifted memories" in shown and "standard error" in shown and "acc_norm" in shown
     (found,) = load_results(run, "tasks")
     assert found["memory"] == "lifted" and "acc_lifted_stderr" in found["tasks"]["boolq"]
