@@ -15,7 +15,7 @@ from maglev.errors import RequestError
 from maglev.evaluate import scoring
 from maglev.evaluate.memories import Source, memories
 from maglev.evaluate.requests import Request, RequestFile, Score, load_requests, load_scores, save_requests, save_scores
-from maglev.evaluate.scoring import Limits, PassScorer, RecurrentScorer, open_scorer
+from maglev.evaluate.scoring import READINGS, Limits, PassScorer, Reading, RecurrentScorer, open_scorer
 from maglev.inference.engine import LanguageModel
 from maglev.objectives import Objective
 from tests.helpers import random_tokens, small, step_through
@@ -139,6 +139,24 @@ def test_a_context_is_read_once_for_all_its_choices(monkeypatch: pytest.MonkeyPa
     read.clear()
     RecurrentScorer(lm).score([Request(context, (1,)), Request(context, (2,))])
     assert read == [(1, 29)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["swa-ssss", "maglev-shared-0.1"])
+def test_kernels_score_as_the_cpu_does(recipe: str) -> None:
+    """float32 close; bfloat16 coarser, by passes as by steps."""
+    shape: dict[str, Any] = {"depth": 2, "width": 128, "heads": 2, "window": 24, "context": 96}
+    requests = some_requests()
+
+    def found(device: str, dtype: torch.dtype, reading: Reading = "parallel") -> list[float]:
+        decoder = small(recipe, scale=0.3, dtype=dtype, **shape).decoder.to(device)
+        lm = LanguageModel(decoder, NoTokenizer())  # type: ignore[arg-type]
+        return [score.logprob for score in RecurrentScorer(lm, Limits(8, 400), reading).score(requests)]
+
+    exact = found("cpu", torch.float64)
+    for reading in READINGS:
+        assert found("cuda", torch.float32, reading) == pytest.approx(exact, abs=1e-3)
+        assert found("cuda", torch.bfloat16, reading) == pytest.approx(exact, rel=0.05, abs=0.3)
 
 
 def test_requests_and_scores_come_back_from_their_files(tmp_path: Path) -> None:
