@@ -155,7 +155,8 @@ def step_on_(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState
         for token in part.T:
             stepper.step(token)
             found[-1].append(stepper.buffers.memory[: part.shape[0], None].clone())
-        state.put_rows_(first, stepper.state())
+        at = torch.arange(first, first + part.shape[0], device=part.device)
+        state.put_rows_(at, stepper.state())
     return [torch.cat(parts) for parts in zip(*found)]
 
 

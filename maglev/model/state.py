@@ -96,13 +96,17 @@ class DecoderState:
         caches = [RingCache(cache.key[at].clone(), cache.value[at].clone()) for cache in self.caches]
         return DecoderState(caches, self.memory[at].clone(), self.position[at].clone())
 
-    def put_rows_(self, first: int, rows: "DecoderState") -> None:
-        """Take over `rows` from the row `first` on."""
-        at = slice(first, first + rows.batch_size)
-        for cache, own in zip(self.caches, rows.caches, strict=True):
-            cache.key[at], cache.value[at] = own.key, own.value
-        self.memory, self.position = self.memory.clone(), self.position.clone()
-        self.memory[at], self.position[at] = rows.memory, rows.position
+    def rows(self, index: Tensor) -> "DecoderState":
+        """A copy of these rows (N,), in this order; a row that comes again is forked."""
+        caches = [RingCache(cache.key[index], cache.value[index]) for cache in self.caches]
+        return DecoderState(caches, self.memory[index], self.position[index])
+
+    def put_rows_(self, index: Tensor, rows: "DecoderState") -> None:
+        """Write `rows` over these ones (N,)."""
+        for cache, source in zip(self.caches, rows.caches, strict=True):
+            cache.key[index], cache.value[index] = source.key, source.value
+        self.memory = self.memory.index_copy(0, index, rows.memory)
+        self.position = self.position.index_copy(0, index, rows.position)
 
     def fork(self, count: int) -> list["DecoderState"]:
         """Independent copies: what happens to one is not seen by another."""
