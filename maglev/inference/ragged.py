@@ -8,10 +8,20 @@ import torch
 from torch import Tensor
 
 from maglev.inference.checks import check_tokens
-from maglev.inference.fast_read import FastChunk
 from maglev.inference.fast_step import FastDecoder
-from maglev.inference.reading import PASS_BUDGET, STRIDE, TOLERANCE, default_chunk, one_pass
-from maglev.model.chunk import Chunk, ChunkPass
+from maglev.inference.reading import (
+    PASS_BUDGET,
+    STRIDE,
+    TOLERANCE,
+    alone,
+    chunk_of,
+    default_chunk,
+    exact_positions,
+    have_settled,
+    one_pass,
+    relative_changes,
+)
+from maglev.model.chunk import Chunk
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 
@@ -37,7 +47,8 @@ def read_rows_(
     for first in range(0, tokens.shape[1], size):
         part = tokens[:, first : first + size]
         counts = (lengths - first).clamp(0, part.shape[1])
-        parts.append(read_part_(decoder, part, counts, state, budget))
+        with alone(decoder):
+            parts.append(read_part_(decoder, part, counts, state, budget))
     return torch.cat(parts, dim=1)
 
 
@@ -54,7 +65,6 @@ def read_part_(
     if budget:
         chunk = chunk_of(decoder, tokens, state)
         memory, moving, done = settle(chunk, memory, counts, min(budget, tokens.shape[1]))
-        # position t is exact after t passes
         moving = moving & (counts > done)
         chunk.memory = memory
         chunk.commit_rows_(state, torch.where(moving, done, counts))
@@ -64,35 +74,21 @@ def read_part_(
     return memory
 
 
-def chunk_of(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState) -> Chunk:
-    # lengths are many, so nothing is recorded
-    return FastChunk(decoder, tokens, state) if isinstance(decoder, FastDecoder) else ChunkPass(decoder, tokens, state)
-
-
 def settle(chunk: Chunk, memory: Tensor, counts: Tensor, budget: int) -> tuple[Tensor, Tensor, int]:
-    """Passes until no row moves or the budget is spent. -> memories, which rows still move (B,), how many passes"""
+    """Passes until no row moves or the budget is spent. -> memories, which rows still move (B,), exact positions"""
     tolerance, stride = TOLERANCE[memory.dtype], STRIDE[memory.dtype]
     inside = torch.arange(chunk.length, device=counts.device) < counts[:, None]  # (B, C)
-    moving, number = counts > 0, 0
+    moving, number, changes = counts > 0, 0, []
     for number in range(1, budget + 1):
         fresh = one_pass(chunk, memory, 1 if number == 1 else stride)
-        change = row_changes(memory, fresh, inside)
+        # padding is left out
+        changes.append(relative_changes(*(torch.where(inside[..., None], each, 0) for each in (memory, fresh))))
         # a row that has settled stays, however long others take
         memory = torch.where(moving[:, None, None], fresh, memory)
-        moving = moving & (change > tolerance)
+        moving = moving & ~have_settled(changes, tolerance)
         if not bool(moving.any()):
             break
-    return memory, moving, number
-
-
-def row_changes(before: Tensor, after: Tensor, inside: Tensor) -> Tensor:
-    """||after - before|| / ||after|| of every row, padding left out. (B, C, D) twice, (B, C) -> (B,)"""
-    wide = torch.promote_types(after.dtype, torch.float32)
-
-    def norm(memory: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(torch.where(inside[..., None], memory, 0).flatten(1), dim=1, dtype=wide)
-
-    return norm(after - before) / norm(after)
+    return memory, moving, exact_positions(number, stride)
 
 
 def step_rows_(

@@ -7,7 +7,7 @@ once (Jacobi), and fewer of them where the tolerance is tight. Every pass makes 
 whatever the weights, so a chunk that does not settle within its budget is finished by stepping.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -80,8 +80,7 @@ def read_(
     if not tokens.shape[1]:
         return report
     for part in tokens.split(chunk or default_chunk(decoder.config), dim=1):
-        # recorded passes of a shape have one set of buffers, and threads may read at the same time
-        with decoder.lock if isinstance(decoder, FastDecoder) else nullcontext():
+        with alone(decoder):
             passing = chunk_of(decoder, part, state)
             if decoder.config.memory == "none":
                 settled = read_without_memory_(passing, report)
@@ -93,6 +92,11 @@ def read_(
         if memories is not None:
             memories += kept
     return report
+
+
+def alone(decoder: Decoder | FastDecoder) -> AbstractContextManager[object]:
+    """Recorded passes of a shape have one set of buffers, and threads may read at the same time."""
+    return decoder.lock if isinstance(decoder, FastDecoder) else nullcontext()
 
 
 def chunk_of(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState) -> Chunk:
@@ -112,19 +116,19 @@ def read_chunk_(
 ) -> int:
     """Passes until the memories settle. -> how many positions, from the first on, have their memory now"""
     memory = chunk.first_memory.new_zeros(*chunk.tokens.shape, chunk.first_memory.shape[-1])
-    changes: list[float] = []
+    changes: list[Tensor] = []
     settled = chunk.length
     for number in range(1, (passes or min(budget, chunk.length)) + 1):
         before, memory = memory, one_pass(chunk, memory, 1 if number == 1 else stride)
-        changes.append(relative_change(before, memory))
-        if passes is None and has_settled(changes, tolerance):
+        changes.append(relative_changes(before, memory))
+        if passes is None and bool(have_settled(changes, tolerance).all()):
             break
         if passes is None and exact_positions(number, stride) >= chunk.length:
             break
     else:
         settled = chunk.length if passes is not None else exact_positions(number, stride)
     report.passes.append(number)
-    report.changes.append(changes)
+    report.changes.append([float(change.max()) for change in changes])
     return settled
 
 
@@ -134,11 +138,14 @@ def exact_positions(passes: int, stride: int) -> int:
     return max(passes, stride * (passes - 1))
 
 
-def has_settled(changes: list[float], tolerance: float) -> bool:
-    if changes[-1] <= tolerance:
-        return True
-    stalled = len(changes) > 2 and all(after > STALLED * before for before, after in zip(changes[-3:], changes[-2:]))
-    return stalled and changes[-1] <= ROUNDING * tolerance
+def have_settled(changes: list[Tensor], tolerance: float) -> Tensor:
+    """Which rows have, by the changes (B,) of all passes so far. -> (B,)"""
+    settled = changes[-1] <= tolerance
+    if len(changes) < 3:
+        return settled
+    before, between, now = changes[-3:]
+    stalled = (now > STALLED * between) & (between > STALLED * before)
+    return settled | (stalled & (now <= ROUNDING * tolerance))
 
 
 def step_on_(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState) -> list[Tensor]:
@@ -169,8 +176,8 @@ def one_pass(chunk: Chunk, memory: Tensor, stride: int) -> Tensor:
     return memory
 
 
-def relative_change(before: Tensor, after: Tensor) -> float:
-    """||after - before|| / ||after||, of the sequence that moved most."""
+def relative_changes(before: Tensor, after: Tensor) -> Tensor:
+    """||after - before|| / ||after|| of every row. (B, C, D) twice -> (B,)"""
     wide = torch.promote_types(after.dtype, torch.float32)
     moved = torch.linalg.vector_norm((after - before).flatten(1), dim=1, dtype=wide)
-    return float((moved / torch.linalg.vector_norm(after.flatten(1), dim=1, dtype=wide)).max())
+    return moved / torch.linalg.vector_norm(after.flatten(1), dim=1, dtype=wide)

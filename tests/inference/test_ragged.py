@@ -86,3 +86,13 @@ def test_the_kernels_order_of_work_reads_the_same() -> None:
     read_rows_(fast, tokens, lengths, ours)
     read_rows_(decoder, tokens, lengths, theirs)
     assert_same_state(ours, theirs, 1e-8)
+
+
+def test_rounding_that_is_left_is_no_reason_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deep decoder in bfloat16 whose passes never come under the tolerance: it settles where the change stalls."""
+    shape = {"depth": 20, "width": 64, "heads": 4, "window": 8, "context": 64}
+    decoder = small("maglev-shared-0.1", scale=0.9, dtype=torch.bfloat16, **shape).decoder
+    monkeypatch.setattr(Decoder, "step_", lambda *_: pytest.fail("a token was stepped"))
+    state, lengths = decoder.initial_state(2), torch.tensor([90, 60])
+    read_rows_(decoder, random_tokens(2, 90), lengths, state)
+    assert state.position.tolist() == [90, 60]

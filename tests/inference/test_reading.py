@@ -7,15 +7,16 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from maglev.inference import reading
 from maglev.inference.fast_step import FastDecoder
 from maglev.inference.reading import (
     TOLERANCE,
     default_chunk,
     exact_positions,
-    has_settled,
+    have_settled,
     one_pass,
     read_,
-    relative_change,
+    relative_changes,
 )
 from maglev.inference.state import State, load_state
 from maglev.model.chunk import ChunkPass
@@ -136,10 +137,18 @@ def test_bfloat16_is_read_as_well_as_it_is_stepped(scale: float, depth: int) -> 
     assert errors[1] <= 2 * errors[0] + 0.01
 
 
-def test_the_row_that_moves_most_decides() -> None:
+def test_every_row_has_a_change_of_its_own() -> None:
     before = torch.ones(3, 4, 8)
     after = before * torch.tensor([1.0, 2.0, 1.0])[:, None, None]
-    assert relative_change(before, after) == 0.5 and relative_change(after, after) == 0
+    assert relative_changes(before, after).tolist() == [0.0, 0.5, 0.0]
+
+
+def test_the_row_that_moves_longest_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second row moves on for three more passes than the first."""
+    left = iter([[1.0, 1.0], [0.0, 0.5], [0.0, 0.3], [0.0, 0.0]])
+    monkeypatch.setattr(reading, "relative_changes", lambda before, after: torch.tensor(next(left)))
+    decoder = contracting("maglev-shared-0.1", torch.float64)
+    assert read_(decoder, random_tokens(2, 20), decoder.initial_state(2)).passes == [4]
 
 
 def test_what_counts_as_settled() -> None:
@@ -147,10 +156,14 @@ def test_what_counts_as_settled() -> None:
         torch.float32: 1e-6,
         torch.bfloat16: 1e-2,
     }
-    assert has_settled([1.0, 0.5, 0.01], 0.01) and not has_settled([1.0, 0.5, 0.011], 0.01)
+
+    def settled(*changes: float) -> bool:
+        return bool(have_settled([torch.tensor([change]) for change in changes], 0.01))
+
+    assert settled(1.0, 0.5, 0.01) and settled(0.005) and not settled(1.0, 0.5, 0.011)
     # rounding is left: the change does not fall any more, at a level that is near
-    assert has_settled([1.0, 0.03, 0.0205, 0.02, 0.0199], 0.01)
-    assert not has_settled([1.0, 0.2, 0.19, 0.185], 0.01) and not has_settled([1.0, 0.04, 0.03, 0.02], 0.01)
+    assert settled(1.0, 0.03, 0.0205, 0.02, 0.0199)
+    assert not settled(1.0, 0.2, 0.19, 0.185) and not settled(1.0, 0.04, 0.03, 0.02)
 
 
 def test_settles_in_few_passes_where_the_map_contracts() -> None:
