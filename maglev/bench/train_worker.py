@@ -191,7 +191,7 @@ def measure_point(config: RunConfig, order: Order, device: torch.device) -> dict
         "width": config.model.width,
         "context": config.model.context,
         "window": config.model.window,
-        "rows": trainer.rows_per_pass,
+        "rows": trainer.passes.rows_per_pass,
         "tokens_per_step": config.train.tokens_per_step,
         "recompute": config.train.recompute,
         "seconds_per_step": median(times),

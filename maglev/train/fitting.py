@@ -55,11 +55,14 @@ def memory_of(device: torch.device) -> Memory | None:
 
 
 def sufficed(work: Callable[[], None]) -> bool:
-    """Whether `work` ended without running out of the device's memory."""
+    """Whether `work` ended without running out of memory."""
     try:
         work()
-    except torch.OutOfMemoryError:
-        return False
+    except (MemoryError, RuntimeError) as error:
+        # a CPU's allocator has no error of its own
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            return False
+        raise
     return True
 
 

@@ -3,11 +3,10 @@
 A step is a function of the weights, the optimizer's state and the step's index; nothing else has to be restored.
 """
 
-import math
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -18,7 +17,6 @@ from maglev import checkpoint, files
 from maglev.config import LRTConfig, RunConfig
 from maglev.data.loader import Batch
 from maglev.errors import RequestError, WorkError
-from maglev.evaluate.bpb import documents_of
 from maglev.evaluate.diagnostics import loop_diagnostics
 from maglev.model.accounting import objective_flops, training_steps
 from maglev.objectives import Objective
@@ -27,21 +25,12 @@ from maglev.objectives.maglev import MaglevObjective
 from maglev.ops import attention
 from maglev.runs import BAD_BATCHES
 from maglev.train import distributed, saving, schedule
-from maglev.train.distributed import Ranks, SaidElsewhere
-from maglev.train.fitting import NO_ROW, building_kernels, find_rows, memory_of, release, smaller, sufficed
+from maglev.train.distributed import Ranks
 from maglev.train.metrics import MetricsLog, writing
 from maglev.train.optimizer import Optimizer
 from maglev.train.param_groups import build_param_groups
-from maglev.train.setup import (
-    build_for_training,
-    compute_dtype,
-    fitting,
-    most_rows,
-    rows_of_step,
-    rows_per_pass,
-    start_from,
-)
-from maglev.train.sharding import local
+from maglev.train.passes import Passes, StepLosses
+from maglev.train.setup import build_for_training, compute_dtype, rows_of_step, start_from
 from maglev.train.signals import Interruption
 from maglev.train.speed import clock, matrix_rate
 from maglev.train.task import Task, Validation
@@ -71,20 +60,6 @@ class Progress:
     data: str = ""
 
 
-@dataclass(frozen=True)
-class StepLosses:
-    """Means over the targets of the global batch, the same on every rank."""
-
-    total: float
-    next_token: float
-    consistency: float
-    gradient_norm: float
-
-    @property
-    def finite(self) -> bool:
-        return all(map(math.isfinite, asdict(self).values()))
-
-
 class Trainer:
     """`mesh` holds the ranks that parameters are divided over; without one each rank holds all of them."""
 
@@ -98,7 +73,6 @@ class Trainer:
         self.loader = task.rows(config.model.context, config.train.seed)
         self.validation = self.open_validation()
         self.rows = rows_of_step(config, ranks.world)
-        self.rows_per_pass = rows_per_pass(config, self.rows, self.device)
         self.objective = build_for_training(config, self.device, mesh)
         self.optimizer = Optimizer(
             build_param_groups(
@@ -110,6 +84,7 @@ class Trainer:
             ),
             compiled=self.device.type == "cuda" and config.train.compile != "off",
         )
+        self.passes = Passes(config, self.objective, self.optimizer, ranks, self.rows, self.divided, watch.say)
         self.progress = Progress(data=self.loader.fingerprint)
         self.saved_step = self.validated_step = -1
         self.memory_source = training_source(self.objective)
@@ -144,6 +119,9 @@ class Trainer:
             self.validated_step = self.progress.step
         self.matrix_rate = matrix_rate(self.device, compute_dtype(self.config, self.device))
         self.fit_rows()
+
+    def fit_rows(self) -> None:
+        self.passes.fit(lambda: self.loader.batch(self.rows_of(self.progress.step)))
 
     def open_metrics(self) -> None:
         if self.ranks.is_main:
@@ -216,7 +194,7 @@ class Trainer:
         began = clock(self.device)
         step = self.progress.step
         batch = distributed.together(lambda: self.loader.batch(self.rows_of(step)))
-        losses, targets = self.accumulate(batch)
+        losses, targets = self.passes.gradients(batch)
         self.progress.step = step + 1
         self.progress.tokens += targets
         skipped = not losses.finite
@@ -229,7 +207,7 @@ class Trainer:
             )
             if self.ranks.world > 1:
                 # only now do the gradients hold their sums over the ranks
-                losses = replace(losses, gradient_norm=self.gradient_norm())
+                losses = replace(losses, gradient_norm=self.passes.gradient_norm())
         else:
             self.progress.bad_steps += 1
             self.progress.bad_in_a_row += 1
@@ -254,97 +232,6 @@ class Trainer:
         """Every rank takes its own rows of the step; together they are the same rows for any number of ranks."""
         first = step * self.rows * self.ranks.world + self.ranks.rank * self.rows
         return range(first, first + self.rows)
-
-    def accumulate(self, batch: Batch) -> tuple[StepLosses, int]:
-        """Gradients of the mean over the global batch, a pass at a time; whole ones are summed by the optimizer.
-
-        Where memory runs out on a rank, all begin the step anew with smaller passes: nothing of it was applied yet.
-        Ranks that divide the parameters cannot: in the middle of a pass they wait for each other.
-        """
-        mine = float((batch.targets >= 0).sum())
-        everyone = distributed.sum_over_ranks([mine])[0]
-        if self.divided:
-            sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-            with distributed.work_with_messages(), fitting(self.config, self.rows_per_pass, self.device):
-                self.add_passes(batch, everyone, sums)
-            total, next_token, consistency, norms = distributed.sum_over_ranks(
-                [*sums.tolist(), self.own_gradient_norm()]
-            )
-            return StepLosses(total, next_token, consistency, norms), int(everyone)
-        asked = self.rows_per_pass
-        while True:
-            sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-            short = not distributed.together(lambda: sufficed(lambda: self.add_passes(batch, everyone, sums)))  # noqa: B023
-            norm = 0.0 if short else self.own_gradient_norm()
-            # a rank that is short may not even have room for the tensor of sums
-            own = [0.0] * 3 if short else sums.tolist()
-            total, next_token, consistency, norms, shortages = distributed.sum_over_ranks([*own, norm, float(short)])
-            if not shortages:
-                break
-            self.take_smaller_passes()
-        if self.rows_per_pass != asked and self.config.train.rows_per_pass:
-            self.optimizer.zero_grad()
-            self.fail(
-                f"train.rows_per_pass is {self.config.train.rows_per_pass} and passes of {asked} rows do not fit into "
-                f"the memory of {self.device}; {self.rows_per_pass} fit: set it to that, or leave it away"
-            )
-        return StepLosses(total, next_token, consistency, norms), int(everyone)
-
-    def own_gradient_norm(self) -> float:
-        gradients = [local(p.grad) for p in self.objective.parameters() if p.grad is not None]
-        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
-
-    def add_passes(self, batch: Batch, everyone: float, sums: Tensor) -> None:
-        for first in range(0, self.rows, self.rows_per_pass):
-            self.add_pass(Batch(*(array[first : first + self.rows_per_pass] for array in batch)), everyone, sums)
-
-    def add_pass(self, part: Batch, everyone: float, sums: Tensor) -> None:
-        tokens = torch.from_numpy(part.tokens).to(self.device, non_blocking=True)
-        targets = torch.from_numpy(part.targets).to(self.device, non_blocking=True)
-        share = float((part.targets >= 0).sum()) / max(everyone, 1.0)
-        # the gradients of divided parameters are averaged over the ranks: here they shall add up
-        ranks = self.ranks.world if self.divided else 1
-        with building_kernels(self.device):
-            losses = self.objective(tokens, targets, documents_of(part, self.config.data, self.device))
-            (losses.total * (share * ranks)).backward()
-        means = torch.stack([losses.total, losses.next_token, losses.consistency])
-        sums += means.detach().double() * share
-
-    def take_smaller_passes(self) -> None:
-        self.optimizer.zero_grad()
-        release(self.device)
-        was, self.rows_per_pass = self.rows_per_pass, smaller(self.rows, self.rows_per_pass)
-        if not self.rows_per_pass:
-            self.fail(NO_ROW.format(device=self.device))
-        self.watch.say(f"out of memory with {was} rows per pass; the step begins anew with {self.rows_per_pass}")
-
-    def fail(self, message: str) -> NoReturn:
-        """All ranks come here; the first one says why."""
-        raise WorkError(message) if self.ranks.is_main else SaidElsewhere(message, 1)
-
-    def fit_rows(self) -> None:
-        """Where the user left it open and memory can be measured: the largest micro-batch that fits."""
-        memory = memory_of(self.device)
-        # ranks that divide the parameters wait for each other in the middle of a pass, so none may try alone
-        if memory is None or self.config.train.rows_per_pass or self.divided:
-            return
-
-        def try_pass(rows: int) -> None:
-            part = Batch(*(array[:rows] for array in batch))
-            self.add_pass(part, 1.0, torch.zeros(3, dtype=torch.float64, device=self.device))
-
-        def clear() -> None:
-            self.optimizer.zero_grad()
-            release(self.device)
-
-        batch = distributed.together(lambda: self.loader.batch(self.rows_of(self.progress.step)))
-        found = find_rows(self.rows, self.rows_per_pass, most_rows(self.config), memory, try_pass, clear)
-        self.rows_per_pass = found or self.fail(NO_ROW.format(device=self.device))
-
-    def gradient_norm(self) -> float:
-        """Of the sums over the ranks, which whole gradients hold only after the optimizer's step."""
-        own = self.own_gradient_norm()
-        return math.sqrt(distributed.sum_over_ranks([own**2])[0]) if self.divided else own
 
     def keep_bad_batch(self, batch: Batch) -> None:
         """Skip the step, keep what led there."""
@@ -398,7 +285,7 @@ class Trainer:
         if self.metrics is None or validation is None or objective is None:
             return
         objective.eval()
-        values = validation.measure(objective, self.rows_per_pass, self.config.data)
+        values = validation.measure(objective, self.passes.rows_per_pass, self.config.data)
         loop = self.measure_loop(objective, validation)
         objective.train()
         named = {f"{validation.metric}_{source}": value for source, value in values.items()}
@@ -426,10 +313,10 @@ class Trainer:
         recipe, depth, tokens = self.config.recipe, self.config.model.depth, self.config.train.tokens_per_step
         epochs = self.steps * tokens / self.loader.tokens_per_epoch
         share = f"{epochs:.2f} passes over the data" if epochs else f"no row twice, of {self.task.source}"
-        passes = self.rows // self.rows_per_pass
+        size = self.passes.rows_per_pass
         return [
             f"{recipe}, depth {depth}: {self.steps} steps of {tokens:,} tokens ({share}), "
-            f"{passes} x {self.rows_per_pass} rows per rank on {self.device}"
+            f"{self.rows // size} x {size} rows per rank on {self.device}"
             + (f", parameters divided over {self.ranks.world} ranks" if self.divided else ""),
             attention.describe(self.device.type) + self.exceptions(),
         ]

@@ -1,8 +1,7 @@
 """From a configuration to the parts of a run: modules on their device, rows per pass, weights to start from."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from maglev.checkpoint import newest
 from maglev.config import RunConfig
-from maglev.errors import RequestError, WorkError
+from maglev.errors import RequestError
 from maglev.model.accounting import decoder_flops, objective_flops
 from maglev.model.attention import Block
 from maglev.model.init import draw, initialise
@@ -104,27 +103,6 @@ def rows_per_pass(config: RunConfig, rows: int, device: torch.device) -> int:
 
 def most_rows(config: RunConfig) -> int:
     return max(1, ENOUGH_TOKENS_PER_PASS // config.model.context)
-
-
-@contextmanager
-def fitting(config: RunConfig, fits: int, device: torch.device) -> Iterator[None]:
-    """A pass of `fits` rows that finds no room says what to set."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        wanted = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-        if not wanted:
-            raise
-        smaller = max((divisor for divisor in range(1, fits) if fits % divisor == 0), default=0)
-        remedy = (
-            f"resume with --set train.rows_per_pass={smaller}"
-            if smaller
-            else "not even one row fits: divide the model over more ranks with --set train.sharding=full, "
-            "or begin a run with a smaller depth or model.context"
-        )
-        raise WorkError(
-            f"out of memory on {device} with {fits} rows of {config.model.context} tokens per pass; {remedy}"
-        ) from error
 
 
 def start_from(objective: Objective, run: Path, task: Task, report: Callable[[str], None]) -> list[str]:

@@ -11,9 +11,9 @@ import torch
 from maglev.errors import RequestError, WorkError
 from maglev.objectives.maglev import MaglevObjective
 from maglev.recipes import run_config
-from maglev.train import fitting, launch, loop, setup
+from maglev.train import fitting, launch, loop, passes, setup
 from maglev.train.fitting import divisors, find_rows, largest_divisor, smaller
-from maglev.train.loop import Trainer
+from maglev.train.passes import Passes
 from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, losses_of
 
 pytestmark = pytest.mark.usefixtures("without_speed")
@@ -89,15 +89,15 @@ def test_passes_of_one_shape() -> None:
 
 def limit_passes(monkeypatch: pytest.MonkeyPatch, most: int, from_pass: int = 0) -> list[int]:
     """Passes of more than `most` rows run out of memory in their backward; how many rows each pass had."""
-    plain, seen = Trainer.add_pass, []
+    plain, seen = Passes.add_pass, []
 
-    def add_pass(self: Trainer, part: Any, *rest: Any) -> None:
+    def add_pass(self: Passes, part: Any, *rest: Any) -> None:
         seen.append(len(part.tokens))
         plain(self, part, *rest)
         if len(part.tokens) > most and len(seen) > from_pass:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(Trainer, "add_pass", add_pass)
+    monkeypatch.setattr(Passes, "add_pass", add_pass)
     return seen
 
 
@@ -139,13 +139,13 @@ def test_the_trainer_measures_before_its_first_step_and_changes_nothing(
     train(data, tmp_path / "plain", {"train.rows_per_pass": 2})
     memory = FakeMemory(250, row=100)
 
-    class Measured(Trainer):
+    class Measured(Passes):
         def add_pass(self, part: Any, *rest: Any) -> None:
             memory.try_pass(len(part.tokens))
             super().add_pass(part, *rest)
 
-    monkeypatch.setattr(launch, "Trainer", Measured)
-    monkeypatch.setattr(loop, "memory_of", lambda device: memory)
+    monkeypatch.setattr(loop, "Passes", Measured)
+    monkeypatch.setattr(passes, "memory_of", lambda device: memory)
     said = train(data, tmp_path / "found")
     assert memory.tried[:2] == [4, 2] and memory.tried[2:] == 12 * [2]
     assert [line for line in said if "2 x 2 rows per rank" in line]

@@ -226,13 +226,14 @@ def test_a_bad_step_of_one_rank_is_skipped_by_both(data: Path, tmp_path: Path, p
 
 SHORT = """
 import torch
-from maglev.train.loop import Trainer
-plain = Trainer.add_pass
+from maglev.train.passes import Passes
+plain, rows = Passes.add_pass, []
 def add_pass(self, part, *rest):
     plain(self, part, *rest)
-    if len(part.tokens) > 1 and self.progress.step == 2:
+    rows.append(len(part.tokens))
+    if rows == [2, 2, 2]:
         raise torch.OutOfMemoryError("CUDA out of memory.")
-Trainer.add_pass = add_pass
+Passes.add_pass = add_pass
 """
 
 
