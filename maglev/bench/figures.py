@@ -1,50 +1,16 @@
 """Plots of what the benchmarks found, as files: the format is that of the name."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maglev.errors import RequestError
-from maglev.files import atomic_path
+from maglev.plots import save_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMATS = (".svg", ".png", ".pdf")
-SIZE = (9.6, 3.8)
 COLOURS = ("#d97706", "#3b82f6", "#059669", "#db2777", "#7c3aed")
 # by way to step and format of its weights
 STYLES = {("plain", "plain"): ":", ("fast", "plain"): "-", ("fast", "int8"): "--", ("fast", "fp8"): "-."}
-
-
-def check_plot(path: Path) -> None:
-    """Before anything is measured: a name that can be drawn to, and something to draw with."""
-    if path.suffix.lower() not in FORMATS:
-        raise RequestError(f"--plot is {path}; its name must end in one of {', '.join(FORMATS)}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise RequestError("--plot needs matplotlib, which is missing; install the extra 'report' of maglev") from None
-
-
-def save(path: Path, draw: Callable[["Figure"], None]) -> None:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    settings: Any = {
-        "legend.frameon": False,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.alpha": 0.15,
-        # the same numbers give the same file
-        "svg.hashsalt": path.name,
-    }
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        draw(figure)
-        with atomic_path(path) as temporary:
-            figure.savefig(temporary, format=path.suffix.lower().removeprefix("."))
 
 
 def models_of(result: dict[str, Any]) -> dict[str, str]:
@@ -77,7 +43,7 @@ def plot_train(result: dict[str, Any], path: Path) -> None:
             axes.tick_params("x", labelrotation=90, labelsize=6)
         figure.suptitle(f"Training on {result['device']}, {result['dtype']}")
 
-    save(path, draw)
+    save_plot(path, draw)
 
 
 def plot_scaling(result: dict[str, Any], path: Path) -> None:
@@ -103,7 +69,7 @@ def plot_scaling(result: dict[str, Any], path: Path) -> None:
         figure.axes[0].legend(fontsize=7)
         figure.suptitle(f"Training on {result['device']}, {result['dtype']}, from depth {result['depth']}")
 
-    save(path, draw)
+    save_plot(path, draw)
 
 
 def plot_decode(result: dict[str, Any], path: Path) -> None:
@@ -137,7 +103,7 @@ def plot_decode(result: dict[str, Any], path: Path) -> None:
         flat.legend(loc="lower center", ncols=2)
         figure.suptitle(f"{result['device']}, {result['dtype']}, depth {result['depth']}, random weights")
 
-    save(path, draw)
+    save_plot(path, draw)
 
 
 def plot_read(result: dict[str, Any], path: Path) -> None:
@@ -169,4 +135,4 @@ def plot_read(result: dict[str, Any], path: Path) -> None:
         change.set_ylabel("change in a pass, distance to stepping")
         figure.suptitle(f"{result['device']}, {result['dtype']}, depth {result['depth']}, {result['text']}")
 
-    save(path, draw)
+    save_plot(path, draw)

@@ -10,12 +10,11 @@ from maglev.evaluate.figures import LINE, LINE_STYLES, SIZE, colours, running_av
 from maglev.evaluate.recall_results import draw_rows
 from maglev.evaluate.table import FINEWEB, LABELS, OURS, Column, PaperTable, group_runs
 from maglev.evaluate.table_facts import Facts
-from maglev.files import atomic_path
+from maglev.plots import WIDE, save_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDE = (9.6, 3.8)
 MARKERS = "osD^v"
 
 
@@ -28,7 +27,7 @@ def draw_figures(folder: Path, facts: Sequence[Facts], table: PaperTable, ending
         ) from None
     found = []
     for name, size, draw in figures(facts, table):
-        save(folder / (name + ending), size, draw)
+        save_plot(folder / (name + ending), draw, size)
         found.append(folder / (name + ending))
     rows = [row for run in facts for row in run["recall"]]
     if rows:
@@ -50,29 +49,6 @@ def figures(facts: Sequence[Facts], table: PaperTable) -> Iterator[Drawing]:
         if column.unit == "BPB" and any(line.origin == OURS and column.key in line.cells for line in table.lines):
             name = "fineweb" if column is FINEWEB else column.title
             yield f"cost-{name}", WIDE, partial(draw_cost, table=table, column=column)
-
-
-def save(path: Path, size: tuple[float, float], draw: Callable[["Figure"], None]) -> None:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    settings: Any = {
-        "legend.frameon": False,
-        "legend.fontsize": 8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.alpha": 0.15,
-        # the same numbers give the same file
-        "svg.hashsalt": path.name,
-    }
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure)
-        with atomic_path(path) as temporary:
-            figure.savefig(
-                temporary, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None
-            )
 
 
 def label_of(run: Facts) -> str:

@@ -1,6 +1,5 @@
 """The kernels of memory injection against their definition; `test_fused_inject.py` runs this file."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -9,18 +8,12 @@ from torch import Tensor
 
 from maglev.ops import fused_inject, inject, reference
 from tests.helpers import batch_of, gradients, small
-from tests.kernel_cases import DEVICE, INTERPRETED, round_like_the_gpu
+from tests.kernel_cases import DEVICE, INTERPRETED, poisoned_memory, round_like_the_gpu
+
+__all__ = ["poisoned_memory"]
 
 if INTERPRETED:
     round_like_the_gpu()
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty is full of NaN, so an output that is not wholly written shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Case(NamedTuple):
