@@ -1,5 +1,7 @@
 """The parts that every stack is made of. Weights are stored in one precision and used in that of their input."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +20,20 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
+
+
+# rows of so many numbers, or a multiple, are what fast products want
+ALIGNED = 8
+
+
+def project_packed(x: Tensor, linears: Sequence[Linear]) -> Tensor:
+    """One input through several matrices as one product, with zeros up to an aligned width: (..., D) -> (..., columns).
+
+    The copy of the weights is nothing beside many rows; a narrow matrix alone would cost the reading of its input.
+    """
+    weights = [linear.weight.to(x.dtype) for linear in linears]
+    filler = -sum(weight.shape[0] for weight in weights) % ALIGNED
+    return F.linear(x, torch.cat([*weights, x.new_zeros(filler, x.shape[-1])]))
 
 
 class Embedding(nn.Module):

@@ -6,7 +6,7 @@ from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, Objective, next_token_loss, token_mean
 from maglev.objectives.prefiller import Prefiller
-from maglev.ops.reference import consistency
+from maglev.ops.loss import consistency
 
 
 class MaglevObjective(Objective):
@@ -17,10 +17,10 @@ class MaglevObjective(Objective):
 
     def lifted(self, tokens: Tensor, documents: Documents = WHOLE_ROWS) -> tuple[Tensor, Tensor]:
         """P's memories on Q's, and Q's: m_{1:T}, m'_{1:T}."""
-        starts = documents.attention_starts
-        target_memory = self.prefiller(tokens, self.decoder, starts)  # (B, T, D)
+        starts, embedded = documents.attention_starts, self.decoder.embedding(tokens)
+        target_memory = self.prefiller(tokens, self.decoder, starts, embedded)  # (B, T, D)
         previous_memory = shift_right(target_memory, documents.memory_keep)
-        return self.decoder(tokens, previous_memory, starts=starts), target_memory
+        return self.decoder(tokens, previous_memory, starts=starts, embedded=embedded), target_memory
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
         memory, target_memory = self.lifted(tokens, documents)

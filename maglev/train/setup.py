@@ -14,6 +14,7 @@ from maglev.errors import RequestError
 from maglev.model.accounting import decoder_flops, objective_flops
 from maglev.model.attention import Block
 from maglev.model.init import draw, initialise
+from maglev.model.memory import MemoryProjections
 from maglev.objectives import Objective, build_objective
 from maglev.ops.recompute import LEAN, LEAN_COMPILED, again
 from maglev.runs import read_config
@@ -61,6 +62,8 @@ def prepare_blocks(objective: Objective, compiled: bool, recompute: str) -> None
     if compiled:
         # one graph per window, memory or none, and position subset; past the limit dynamo silently runs eagerly
         torch._dynamo.config.recompile_limit = 64
+        for projections in (module for module in objective.modules() if isinstance(module, MemoryProjections)):
+            projections.compile(dynamic=False)
     for block in (module for module in objective.modules() if isinstance(module, Block)):
         if recompute == "selective":
             # it warns of in-place operations in what is run again; there are none
