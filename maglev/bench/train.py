@@ -44,6 +44,7 @@ class TrainPlan:
     tokens: int
     steps: int
     recompute: str
+    products: str
     vocab_size: int
     quick: bool = False
 
@@ -78,6 +79,7 @@ class TrainPlan:
             "train.rows_per_pass": self.rows,
             "train.tokens_per_step": self.tokens,
             "train.recompute": self.recompute,
+            "train.products": self.products,
             # the learning rates' schedule is to see no end, and nothing is validated or written
             "train.steps": 1000,
             "train.validate_every": 0,
@@ -98,7 +100,7 @@ def train_plan(quick: bool = False, scaling: bool = False, **given: Any) -> Trai
     one = context * max(1, rows)
     # the optimizer's share is that of the paper's step, or as near to it as whole passes come
     standard["tokens"] = 2 * one if quick else (4 if scaling else max(1, round(524_288 / one))) * one
-    standard |= {"recipes": SCALED if scaling else COMPARED, "recompute": "none"}
+    standard |= {"recipes": SCALED if scaling else COMPARED, "recompute": "none", "products": "plain"}
     return TrainPlan(**(standard | chosen | {"quick": quick}))
 
 

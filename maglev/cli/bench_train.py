@@ -38,6 +38,7 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Warm steps that are timed; the median counts.")] = None,
     recompute: Annotated[str, typer.Option("--recompute", help="none, selective or full.")] = "none",
+    products: Annotated[str, typer.Option("--products", help="plain, or fp8 where the GPU has it.")] = "plain",
     scaling: Annotated[
         bool, typer.Option("--scaling", help="Cost by rows, layers and context at one W instead.")
     ] = False,
@@ -67,6 +68,7 @@ def train(
         tokens=tokens,
         steps=steps,
         recompute=recompute,
+        products=products,
     )
     place = str(resolve_device(device, setting="--device"))
     measure, draw, render = (

@@ -1,6 +1,6 @@
 """The parts that every stack is made of. Weights are stored in one precision and used in that of their input."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,18 +12,20 @@ from maglev.ops.reference import softcap
 
 
 class Linear(nn.Module):
-    """A matrix without bias."""
+    """A matrix without bias; `product` is how it is multiplied with."""
+
+    product: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return self.product(x, self.weight.to(x.dtype))
 
 
 # rows of so many numbers, or a multiple, are what fast products want
-ALIGNED = 8
+ALIGNED = 16
 
 
 def project_packed(x: Tensor, linears: Sequence[Linear]) -> Tensor:
@@ -33,7 +35,7 @@ def project_packed(x: Tensor, linears: Sequence[Linear]) -> Tensor:
     """
     weights = [linear.weight.to(x.dtype) for linear in linears]
     filler = -sum(weight.shape[0] for weight in weights) % ALIGNED
-    return F.linear(x, torch.cat([*weights, x.new_zeros(filler, x.shape[-1])]))
+    return linears[0].product(x, torch.cat([*weights, x.new_zeros(filler, x.shape[-1])]))
 
 
 class Embedding(nn.Module):
@@ -49,12 +51,13 @@ class Embedding(nn.Module):
 
 
 class Readout(nn.Module):
-    """Memory to soft-capped logits, in float32 or better."""
+    """Memory to soft-capped logits, in float32 or better. Training with `fused` takes a kernel for their loss."""
 
     def __init__(self, width: int, vocab_size: int, cap: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
         self.cap = cap
+        self.fused = False
 
     def forward(self, memory: Tensor) -> Tensor:
         return softcap(F.linear(memory, self.weight.to(memory.dtype)), self.cap)

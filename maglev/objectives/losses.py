@@ -52,4 +52,5 @@ def token_mean(values: Tensor, targets: Tensor) -> Tensor:
 
 def next_token_loss(decoder: Decoder, memory: Tensor, targets: Tensor) -> Tensor:
     """Mean nats per target. memory (B, T, D), targets (B, T) negative where there is nothing to predict."""
-    return mean_cross_entropy(memory, decoder.readout.weight, targets, decoder.readout.cap)
+    readout = decoder.readout
+    return mean_cross_entropy(memory, readout.weight, targets, readout.cap, readout.fused)

@@ -1,15 +1,19 @@
 """Lifted parallel training: Q writes the memories, P reads them shifted, predicts, and learns to write them itself."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, Objective, next_token_loss, token_mean
 from maglev.objectives.prefiller import Prefiller
-from maglev.ops.loss import consistency
+from maglev.ops.reference import consistency
 
 
 class MaglevObjective(Objective):
+    consistency: Callable[[Tensor, Tensor], Tensor] = staticmethod(consistency)
+
     def __init__(self, decoder: Decoder, prefiller: Prefiller, consistency_weight: float) -> None:
         super().__init__(decoder)
         self.prefiller = prefiller
@@ -25,5 +29,5 @@ class MaglevObjective(Objective):
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
         memory, target_memory = self.lifted(tokens, documents)
         next_token = next_token_loss(self.decoder, memory, targets)
-        apart = token_mean(consistency(memory, target_memory), targets)
+        apart = token_mean(self.consistency(memory, target_memory), targets)
         return Losses(next_token + self.consistency_weight * apart, next_token, apart)

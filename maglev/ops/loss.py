@@ -1,14 +1,10 @@
 """Soft-capped cross-entropy in chunks: the T x V logits exist one chunk at a time, forward and backward."""
 
-import functools
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from maglev.ops import reference
 from maglev.ops.reference import softcap
 
 # padding, and a token that is read but has nothing to predict; every negative target costs nothing
@@ -39,25 +35,14 @@ def cross_entropy(
     return torch.cat(parts).view(targets.shape)
 
 
-def mean_cross_entropy(memory: Tensor, weight: Tensor, targets: Tensor, cap: float) -> Tensor:
-    """Mean nats over the targets that are not negative; 0 where there is none. Shapes as above -> ()"""
-    if memory.is_cuda and torch.is_grad_enabled():
+def mean_cross_entropy(memory: Tensor, weight: Tensor, targets: Tensor, cap: float, fused: bool = False) -> Tensor:
+    """Mean nats over the targets that are not negative; 0 where there is none. Shapes as above -> ()
+
+    `fused` wants loss and gradient by the kernel, on a GPU.
+    """
+    if fused and memory.is_cuda and torch.is_grad_enabled():
         from maglev.ops import fused_loss
 
         if fused_loss.serves(memory, cap):
             return fused_loss.mean_nats(memory, weight, targets, cap)
     return cross_entropy(memory, weight, targets, cap).sum() / (targets >= 0).sum().clamp_min(1)
-
-
-def consistency(memory: Tensor, target_memory: Tensor) -> Tensor:
-    """||m - m'||_2 / sqrt(d) of every position, with gradient 0 where the two are equal. (..., D) -> (...)"""
-    if memory.is_cuda and torch.is_grad_enabled():
-        apart: Tensor = compiled_consistency()(memory, target_memory)
-        return apart
-    return reference.consistency(memory, target_memory)
-
-
-@functools.cache
-def compiled_consistency() -> Any:
-    """In one kernel each way; plainly it would write the difference of two memories four times."""
-    return torch.compile(reference.consistency, dynamic=False)

@@ -192,7 +192,7 @@ def test_injection_stays_in_registers(kernel: Any, memory: bool) -> None:
     types |= {"rows": "i32", "period": "i32", "eps": "fp32"}
     half = HEAD_DIM // 2
     constants = {"HEADS": HEADS, "KV_HEADS": HEADS, "HALF": half, "BLOCK": half, "ROWS": fused_inject.TILE // HEAD_DIM}
-    width = 3 * HEADS * HEAD_DIM + (24 if memory else 0)
+    width = 3 * HEADS * HEAD_DIM + (32 if memory else 0)
     constants |= {"WIDTH": width, "MEMORY": memory}
     ptx = assembly(kernel, types, constants, ["rows", "period"], fused_inject.WARPS)
     assert wide_loads(ptx) >= (8 if memory else 6) and "st.local" not in ptx
