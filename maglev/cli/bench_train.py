@@ -26,7 +26,12 @@ def train(
         str | None, typer.Option("--depth", metavar="N,N...", help="Layers, width 64 x that; 12,20, with --quick 2.")
     ] = None,
     recipes: Annotated[
-        str | None, typer.Option("--recipes", metavar="NAME,...", help="SWA, SLSL, LRT, Maglev shared and separate.")
+        str | None,
+        typer.Option(
+            "--recipes",
+            metavar="NAME,...",
+            help="SWA, SLSL, LRT, Maglev shared and separate; NAME+selective, +full, +fp8.",
+        ),
     ] = None,
     context: Annotated[int | None, typer.Option("--context", help="Tokens of a row; 2048 unless given.")] = None,
     window: Annotated[int | None, typer.Option("--window", help="A quarter of the context unless given.")] = None,

@@ -24,8 +24,8 @@ class Linear(nn.Module):
         return self.product(x, self.weight.to(x.dtype))
 
 
-# rows of so many numbers, or a multiple, are what fast products want
-ALIGNED = 16
+# rows of so many numbers, or a multiple, are what products and the compiler want: others it copies to such ones
+ALIGNED = 64
 
 
 def project_packed(x: Tensor, linears: Sequence[Linear]) -> Tensor:

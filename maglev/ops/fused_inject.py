@@ -20,6 +20,8 @@ from maglev.ops.inject import NORM_EPS
 
 # Numbers of a program's tile of one head, and its warps.
 TILE, WARPS = 2048, 4
+# the width of what the projections' rows are filled up with is below this
+FILLER = tl.constexpr(64)
 
 
 @triton.jit
@@ -142,8 +144,8 @@ def inject_backward_kernel(  # type: ignore[no-untyped-def]
         if head == 0:
             # filler is multiplied like anything else, so it has to be a number
             used: tl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * HALF + 2 * KV_HEADS * MEMORY
-            column = used + tl.arange(0, 16)[None, :]
-            nothing = tl.zeros([ROWS, 16], d_packed_ptr.dtype.element_ty)
+            column = used + tl.arange(0, FILLER)[None, :]
+            nothing = tl.zeros([ROWS, FILLER], d_packed_ptr.dtype.element_ty)
             tl.store(d_packed_ptr + line[:, None] + column, nothing, mask=(row < rows)[:, None] & (column < WIDTH))
 
 
@@ -154,7 +156,7 @@ def launch(
     assert all(tensor.is_contiguous() for tensor in (packed, cos, sin, *tensors))
     half, width = cos.shape[-1], packed.shape[-1]
     rows, block = packed.numel() // width, power_of_two(half)
-    assert 0 <= width - (heads + 2 * kv_heads) * 2 * half - 2 * kv_heads * memory < 16
+    assert 0 <= width - (heads + 2 * kv_heads) * 2 * half - 2 * kv_heads * memory < FILLER
     per_program = max(1, TILE // (2 * block))
     kernel[(-(-rows // per_program), heads + kv_heads)](
         packed, cos, sin, *tensors, rows, cos.numel() // half, NORM_EPS,

@@ -17,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # exp(-2 cap) is to be an ordinary float32: the largest logit is then known without a look, it is the cap
 LARGEST_CAP = 40.0
 CHUNK_LOGITS = 2**27
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 4096, 16
 
 
 @triton.jit
