@@ -12,12 +12,13 @@ from maglev.ops.recompute import KEPT, Keeping, plainly
 
 
 class Attend(Protocol):
-    """Where keys and values go, and which of them the queries see: a whole pass, a ring, a buffer.
-
-    One with `writes` notes down what it is given, which the compiler allows in no part of a block that is run again.
-    """
+    """Where keys and values go, and which of them the queries see: a whole pass, a ring, a buffer."""
 
     def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor: ...
+
+
+class Recording:
+    """An `Attend` that notes down what it is given; the compiler allows none in a part that backward runs again."""
 
 
 class Attention(nn.Module):
@@ -51,7 +52,7 @@ class Attention(nn.Module):
         """x (B, T, D). Without memory neither gate is applied: that is another function."""
         if takes_kernels(x):
             packed = keeping.run(self.pack, x, memory is not None)
-            run = plainly if getattr(attend, "writes", False) else keeping.run
+            run = plainly if isinstance(attend, Recording) else keeping.run
             seen = run(self.attend_packed, packed, rotation, memory, attend)
         else:
             query, key, value, *logits = keeping.run(self.project, x, memory is not None)

@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 
 from maglev.config import LRTConfig
+from maglev.model.attention import Recording
 from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, Objective, next_token_loss
 from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attention
 
 
-class Buffer:
+class Buffer(Recording):
     """One layer's mixed K/V of all positions as a pass leaves them: those of the pass before with its own written in.
 
     What the pass before left stays as it was, so that a pass which is run again, to recompute it, gives the same.
     """
-
-    writes = True
 
     def __init__(self, plan: AttentionPlan, before: "Buffer | None") -> None:
         self.plan, self.before = plan, before

@@ -16,8 +16,9 @@ ADAM_BETAS = (0.8, 0.95)
 INPUT_SCALE_BETAS = (0.96, 0.95)
 ADAM_EPS = 1e-10
 # While output projections are zero the stream is one direction, and a norm does not see its length: the gradient of a
-# scale is then rounding alone, some 1e-10, which a tiny eps would blow up to steps as large as the learning rate.
-SCALE_EPS = 1e-7
+# scale is then rounding alone, some 1e-10 in float32 and 1e-5 in bfloat16, which a tiny eps would blow up to steps as
+# large as the learning rate. From the second step on it is 1e-3 and more.
+SCALE_EPS = 1e-4
 MUON_BETA2 = 0.95
 
 # (end of the name, group); what ends in none of these is a matrix.
