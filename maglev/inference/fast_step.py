@@ -8,6 +8,7 @@ from torch import Tensor
 
 from maglev.errors import RequestError
 from maglev.model.attention import Block
+from maglev.model.chunk import Chunk
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState, RingCache
 from maglev.ops.decode_steps import Backend, decode_steps
@@ -90,6 +91,12 @@ class FastDecoder:
 
     def initial_state(self, batch_size: int) -> DecoderState:
         return DecoderState.zeros(self.config, batch_size, self.dtype, self.device)
+
+    def chunk(self, tokens: Tensor, state: DecoderState, *, repeated: bool) -> Chunk:
+        """Tokens (B, C) after `state`, on the kernels of steps."""
+        from maglev.inference.fast_read import FastChunk
+
+        return FastChunk(self, tokens, state, repeated)
 
     @torch.no_grad()
     def step_(self, tokens: Tensor, state: DecoderState) -> Tensor:

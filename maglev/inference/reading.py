@@ -8,6 +8,7 @@ the weights, so a chunk that does not settle within its budget is finished by st
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +16,6 @@ from torch import Tensor
 from maglev.config import ModelConfig
 from maglev.errors import RequestError
 from maglev.inference.checks import check_tokens
-from maglev.inference.fast_read import FastChunk
-from maglev.inference.fast_step import FastDecoder
 from maglev.model.chunk import Chunk, ChunkPass
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
@@ -29,6 +28,20 @@ SMALLEST_RECORDED = 256
 PASS_BUDGET = 24
 # A stride's first parts still see keys and values of zero memories, so it pays only over many passes.
 STRIDE = {torch.float64: 4, torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
+
+
+class Reader(Protocol):
+    """A decoder that brings chunks of its own, such as those on fused kernels."""
+
+    config: ModelConfig
+
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+
+    def chunk(self, tokens: Tensor, state: DecoderState, *, repeated: bool) -> Chunk:
+        """`repeated` says that more chunks of this shape will come."""
+
+    def step_(self, tokens: Tensor, state: DecoderState) -> Tensor: ...
 
 
 @dataclass
@@ -48,7 +61,7 @@ def default_chunk(config: ModelConfig) -> int:
 
 @torch.inference_mode()
 def read_(
-    decoder: Decoder | FastDecoder,
+    decoder: Decoder | Reader,
     tokens: Tensor,
     state: DecoderState,
     *,
@@ -57,10 +70,12 @@ def read_(
     budget: int = PASS_BUDGET,
     passes: int | None = None,
     stride: int | None = None,
+    memories: list[Tensor] | None = None,
 ) -> ReadingReport:
     """Read tokens (B, T) into `state`, which is rewritten in place. Memory is bounded by the chunk.
 
     `passes` fixes their number, settled or not: for measuring. What was read then is exact only if they sufficed.
+    `memories` takes those of all positions in, part after part.
     """
     check_tokens(tokens, decoder.config.vocab_size)
     if tokens.shape[0] != state.batch_size:
@@ -77,27 +92,30 @@ def read_(
     for part in tokens.split(size, dim=1):
         passing = chunk_of(decoder, part, state, size)
         if decoder.config.memory == "none":
-            read_without_memory_(passing, state, report)
+            found = [read_without_memory_(passing, state, report)]
         else:
-            read_chunk_(decoder, passing, state, tolerance, budget, passes, stride, report)
+            found = read_chunk_(decoder, passing, state, tolerance, budget, passes, stride, report)
+        if memories is not None:
+            memories += found
     return report
 
 
-def chunk_of(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState, size: int) -> Chunk:
-    if isinstance(decoder, FastDecoder):
-        return FastChunk(decoder, tokens, state, repeated=tokens.shape[1] == size >= SMALLEST_RECORDED)
-    return ChunkPass(decoder, tokens, state)
+def chunk_of(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState, size: int) -> Chunk:
+    if isinstance(decoder, Decoder):
+        return ChunkPass(decoder, tokens, state)
+    return decoder.chunk(tokens, state, repeated=tokens.shape[1] == size >= SMALLEST_RECORDED)
 
 
-def read_without_memory_(chunk: Chunk, state: DecoderState, report: ReadingReport) -> None:
-    chunk.run(None)
+def read_without_memory_(chunk: Chunk, state: DecoderState, report: ReadingReport) -> Tensor:
+    memory = chunk.run(None)
     chunk.commit_(state, chunk.length)
     report.passes.append(1)
     report.changes.append([])
+    return memory
 
 
 def read_chunk_(
-    decoder: Decoder | FastDecoder,
+    decoder: Decoder | Reader,
     chunk: Chunk,
     state: DecoderState,
     tolerance: float,
@@ -105,7 +123,8 @@ def read_chunk_(
     passes: int | None,
     stride: int,
     report: ReadingReport,
-) -> None:
+) -> list[Tensor]:
+    """-> the memories (B, n, D) of its positions, in parts"""
     memory = state.memory.new_zeros(*chunk.tokens.shape, state.memory.shape[-1])
     changes: list[float] = []
     settled = 0
@@ -121,9 +140,10 @@ def read_chunk_(
     report.passes.append(number)
     report.changes.append(changes)
     chunk.commit_(state, settled)
-    for slot in range(settled, chunk.length):
-        decoder.step_(chunk.tokens[:, slot], state)
+    # what a step returns may be a buffer that the next one writes over
+    stepped = [decoder.step_(chunk.tokens[:, slot], state)[:, None].clone() for slot in range(settled, chunk.length)]
     report.stepped += chunk.length - settled
+    return [memory[:, :settled], *stepped]
 
 
 def one_pass(chunk: Chunk, memory: Tensor, stride: int) -> Tensor:
