@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from maglev.errors import WorkError
+from maglev.errors import RequestError, WorkError
 from maglev.files import TEMPORARY_PREFIX, atomic_folder, remove_leftovers, sha256_of_file, sync
 
 FOLDER_NAME = re.compile(r"step-(\d{8,})")
 STATE, MANIFEST = "state.json", "manifest.json"
 SUFFIX = ".safetensors"
+# an export's weights, and what stands before the name of a part's tensors there
+EXPORTED, EXPORT_PREFIX = "model.safetensors", "objective"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,37 @@ class Checkpoint:
             return load_file(path, device="cpu")
         except (OSError, SafetensorError) as error:
             raise WorkError(f"{path} was whole and cannot be read any more: {error}; start again") from error
+
+
+@dataclass(frozen=True)
+class Exported(Checkpoint):
+    """The one file of weights in an export, in place of a checkpoint."""
+
+    def tensors(self, stem: str) -> dict[str, Tensor]:
+        prefix = f"{EXPORT_PREFIX}.{stem}."
+        try:
+            with safe_open(self.folder / EXPORTED, framework="pt", device="cpu") as file:
+                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+                return {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+        except (OSError, SafetensorError) as error:
+            raise WorkError(
+                f"{self.folder / EXPORTED} is cut short or damaged: {error}; export the run again"
+            ) from None
+
+
+def exported(folder: Path) -> Exported | None:
+    """The weights of an export; None for a folder that is none."""
+    if (folder / EXPORTED).is_file() and not (folder / "checkpoints").is_dir():
+        config = json.loads((folder / "config.json").read_bytes())
+        state = config.get("progress") or {"step": 0}
+        return Exported(folder, int(state["step"]), state, frozenset())
+    others = [name for name in (EXPORTED + ".index.json", "pytorch_model.bin") if (folder / name).is_file()]
+    if others:
+        raise RequestError(
+            f"{folder} holds its weights as {others[0]}; save them as one {EXPORTED} "
+            "(save_pretrained with a large max_shard_size): parts and pickles are not read"
+        )
+    return None
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -175,7 +208,13 @@ def find_file_damage(path: Path, size: int, checksum: str) -> str | None:
 
 
 def newest(run: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint, None where there are none; each damaged one is reported in a line."""
+    """The newest whole checkpoint, None where there are none; each damaged one is reported in a line.
+
+    Of an exported folder, its weights.
+    """
+    weights = exported(Path(run))
+    if weights is not None:
+        return weights
     found = list_checkpoints(run)
     for step, folder in reversed(found):
         damage = find_damage(folder)

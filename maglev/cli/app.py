@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from maglev import __version__
-from maglev.cli import bench, data, demo, evaluate, generate, info, recall, train
+from maglev.cli import bench, data, demo, evaluate, export, generate, info, recall, train
 from maglev.errors import RequestError
 
 
@@ -75,6 +75,7 @@ app.command("train")(train.train)
 eval_group.command("bpb")(evaluate.bpb)
 eval_group.command("recall")(recall.recall)
 app.command("generate")(generate.generate)
+app.command("export")(export.export)
 app.command("demo")(demo.demo)
 bench_group.command("read")(bench.read)
 bench_group.command("decode")(bench.decode)

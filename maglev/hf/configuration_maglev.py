@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 from maglev.config import SLIDING, RunConfig
 from maglev.errors import RequestError
 from maglev.recipes import run_config
+from maglev.runs import MODEL_TYPE
 
 MODEL_FILE = "modeling_maglev.py"
 AUTO_MAP = {"AutoConfig": "modeling_maglev.MaglevConfig", "AutoModelForCausalLM": "modeling_maglev.MaglevForCausalLM"}
@@ -15,13 +16,16 @@ DEFAULT_RECIPE = "maglev-shared-0.1"
 
 class MaglevConfig(PreTrainedConfig):
     """`run` is the whole configuration of the run (`RunConfig.to_dict`). `prefiller` says whether the weights hold Q
-    too, where the objective has one: without it the model can be used, and trained no further."""
+    too, where the objective has one: without it the model can be used, and trained no further. `progress` is what the
+    run's checkpoint stores beside tensors, `tokenizer_post_processor` what its tokenizer had in place of BOS."""
 
-    model_type = "maglev"
+    model_type = MODEL_TYPE
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     run: dict[str, Any] | None = None
     prefiller: bool = True
+    progress: dict[str, Any] | None = None
+    tokenizer_post_processor: dict[str, Any] | None = None
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None

@@ -140,11 +140,16 @@ class MaglevForCausalLM(PreTrainedModel, GenerationMixin):
                 # reading makes inference tensors, which a caller could not write to
                 memory = read_real_(decoder, tokens, real, state, keep=not last_alone).clone()
                 if use_cache:
-                    keep_state(cache, state.clone(), tokens.shape[1])
+                    keep_state(cache, state, tokens.shape[1])
             loss = None if labels is None else next_token_loss(decoder, memory, targets_of(labels, real))
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = decoder.readout(memory[:, kept])
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        # a pickle is no weights file
+        return super().from_pretrained(*args, **({"use_safetensors": True} | kwargs))
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         super().save_pretrained(save_directory, **kwargs)
@@ -182,9 +187,12 @@ def own_mixed_precision(decoder: Decoder) -> Iterator[None]:
 @contextmanager
 def checkpointed(module: nn.Module, kind: type[nn.Module], checkpoint: Callable[..., Any] | None) -> Iterator[None]:
     """Parts of that kind keep their inputs alone and are computed again in the backward pass."""
-    parts = [part for part in module.modules() if isinstance(part, kind)] if checkpoint is not None else []
+    if checkpoint is None:
+        yield
+        return
+    parts = [part for part in module.modules() if isinstance(part, kind)]
     for part in parts:
-        part.forward = partial(checkpoint, part.forward)  # type: ignore[arg-type, method-assign]
+        part.forward = partial(checkpoint, part.forward)
     try:
         yield
     finally:
