@@ -1,0 +1,175 @@
+"""`maglev export`: an export is the engine's model, with transformers and with maglev, and comes back to the bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import maglev
+from maglev.__main__ import main
+from maglev.data.tokenizer import Tokenizer, bos_template
+from tests.hf.conftest import Export
+from tests.hf.models import KINDS
+from tests.small_runs import Train, assert_same_tensors, one_line, tensors_of
+
+transformers = pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
+
+TEXT = "The <|bos|> state  of\n a 1234 é\U0001f9ea model is bounded. " * 3
+NEW = 20
+
+
+def opened(folder: Path) -> tuple[Any, Any]:
+    return (
+        transformers.AutoModelForCausalLM.from_pretrained(folder).eval(),
+        transformers.AutoTokenizer.from_pretrained(folder),
+    )
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_logits_and_text_are_the_engines(recipe: str, trained: Train, exported: Export) -> None:
+    lm = maglev.load(trained(recipe, 2))
+    model, tokenizer = opened(exported(recipe))
+    texts = [TEXT, "Once"]
+    ids = tokenizer(TEXT, return_tensors="pt")
+    assert ids["input_ids"][0].tolist() == [lm.tokenizer.bos_id, *lm.tokenizer.encode(TEXT)]
+    assert tokenizer.decode(ids["input_ids"][0], skip_special_tokens=True) == TEXT
+    stepped = lm.next_logits(lm.read(TEXT, method="step"))
+    torch.testing.assert_close(model(**ids).logits[0, -1], stepped, rtol=1e-5, atol=1e-5)
+    written = model.generate(**ids, max_new_tokens=NEW, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    expected = ["".join(lm.generate(text, max_tokens=NEW, temperature=0)) for text in texts]
+    assert tokenizer.decode(written, skip_special_tokens=True) == expected[0]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    rows = model.generate(**batch, max_new_tokens=NEW, do_sample=False)[:, batch["input_ids"].shape[1] :]
+    assert tokenizer.decode(rows, skip_special_tokens=True) == expected
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_back_to_the_bit(recipe: str, trained: Train, exported: Export, tmp_path: Path) -> None:
+    run, back = trained(recipe, 2), tmp_path / "back"
+    assert main(["export", str(exported(recipe)), str(back), "--format", "run"]) == 0
+    for name in ("config.json", "tokenizer.json"):
+        assert (back / name).read_bytes() == (run / name).read_bytes()
+    ours, theirs = tensors_of(run), tensors_of(back)
+    assert {name for name in ours if not name.startswith("optimizer/")} == set(theirs)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+def test_saved_by_transformers_it_comes_back_too(trained: Train, exported: Export, tmp_path: Path) -> None:
+    model, tokenizer = opened(exported("maglev-shared-0.1"))
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "back"), "--format", "run"]) == 0
+    assert main(["export", str(exported("maglev-shared-0.1")), str(tmp_path / "direct"), "--format", "run"]) == 0
+    assert_same_tensors(tmp_path / "back", tmp_path / "direct")
+    lm, again = maglev.load(trained("maglev-shared-0.1", 2)), maglev.load(tmp_path / "back")
+    assert again.fingerprint == lm.fingerprint
+    assert again.tokenizer.encode(TEXT) == lm.tokenizer.encode(TEXT)
+
+
+def test_an_export_is_a_run_to_maglev(
+    trained: Train, exported: Export, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, folder = trained("maglev-shared-0.1", 2), exported("maglev-shared-0.1")
+    assert maglev.load(folder).fingerprint == maglev.load(run).fingerprint
+    results = []
+    for each in (run, folder):
+        arguments = ["--data", str(data), "--memory", "lifted", "--json"]
+        assert main(["eval", "bpb", str(each), *arguments]) == 0
+        results.append(json.loads(capsys.readouterr().out)["bpb_lifted"])
+    assert results[0] == results[1]
+
+
+def test_without_the_prefiller(trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = trained("maglev-separate-1", 2), tmp_path / "out"
+    assert main(["export", str(run), str(out), "--without-prefiller", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["parameters"]) == {"decoder"}
+    assert not any("prefiller" in name for name in load_file(out / "model.safetensors"))
+    model, tokenizer = opened(out)
+    ids = tokenizer("Once", return_tensors="pt")
+    torch.testing.assert_close(
+        model(**ids).logits[0, -1], maglev.load(run).next_logits(maglev.load(run).read("Once")), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_the_pipeline_writes(trained: Train, exported: Export) -> None:
+    expected = "".join(maglev.load(trained("maglev-shared-0.1", 2)).generate("Once", max_tokens=8, temperature=0))
+    write = transformers.pipeline("text-generation", model=str(exported("maglev-shared-0.1")))
+    (found,) = write("Once", max_new_tokens=8, do_sample=False)
+    assert found["generated_text"] == "Once" + expected
+
+
+def test_a_tokenizer_with_a_processor_of_its_own_comes_back(trained: Train, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained("swa-ssss", 2), run)
+    description = json.loads((run / "tokenizer.json").read_text())
+    own = bos_template("<|bos|>", 0) | {"single": [{"Sequence": {"id": "A", "type_id": 0}}]}
+    (run / "tokenizer.json").write_text(json.dumps(description | {"post_processor": own}))
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert opened(tmp_path / "out")[1]("a")["input_ids"][0] == 0
+    assert main(["export", str(tmp_path / "out"), str(tmp_path / "back"), "--format", "run"]) == 0
+    before, after = Tokenizer.load(run / "tokenizer.json"), Tokenizer.load(tmp_path / "back" / "tokenizer.json")
+    assert before.fingerprint == after.fingerprint != Tokenizer(json.dumps(description)).fingerprint
+
+
+def test_wrong_requests_end_in_one_line(
+    trained: Train, exported: Export, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, folder, out = trained("swa-ssss", 2), exported("swa-ssss"), tmp_path / "out"
+
+    def line(*words: str | Path) -> str:
+        assert main(["export", *map(str, words)]) == 2
+        assert not out.exists()
+        return one_line(capsys)
+
+    assert "it must be one of hf, run" in line(run, out, "--format", "onnx")
+    assert "leave it away" in line(folder, out, "--format", "run", "--without-prefiller")
+    assert "is not a run folder" in line(tmp_path, out)
+    assert "is there already" in line(run, folder)
+
+    def altered(name: str) -> Path:
+        copy = tmp_path / name
+        shutil.copytree(folder, copy)
+        return copy
+
+    other = altered("other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    assert "a model of type 'llama'" in line(other, out, "--format", "run")
+    unknown = altered("unknown")
+    config["run"]["model"]["colour"] = 3
+    (unknown / "config.json").write_text(json.dumps(config))
+    assert "unknown key model.colour" in line(unknown, out, "--format", "run")
+    pickled = altered("pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    assert "pickles are not read" in line(pickled, out, "--format", "run")
+    shaped = altered("shaped")
+    tensors = load_file(shaped / "model.safetensors")
+    name = "objective.decoder.readout.weight"
+    save_file(tensors | {name: tensors[name][:-1].clone()}, shaped / "model.safetensors", {"format": "pt"})
+    assert "decoder.readout.weight is (299, 128)" in line(shaped, out, "--format", "run")
+    bare = altered("bare")
+    (bare / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in line(bare, out, "--format", "run")
+
+
+def test_transformers_takes_no_pickle_either(exported: Export, tmp_path: Path) -> None:
+    folder = tmp_path / "pickled"
+    shutil.copytree(exported("swa-ssss"), folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_without_transformers_it_says_what_to_install(
+    trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import maglev.hf
+
+    monkeypatch.delattr(maglev.hf, "convert", raising=False)
+    monkeypatch.setitem(__import__("sys").modules, "maglev.hf.convert", None)
+    assert main(["export", str(trained("swa-ssss", 2)), str(tmp_path / "out")]) == 2
+    assert "pip install 'maglev[hf]'" in one_line(capsys)
