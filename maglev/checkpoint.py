@@ -66,9 +66,10 @@ class Exported(Checkpoint):
 def exported(folder: Path) -> Exported | None:
     """The weights of an export; None for a folder that is none."""
     if (folder / EXPORTED).is_file() and not (folder / "checkpoints").is_dir():
-        config = json.loads((folder / "config.json").read_bytes())
-        state = config.get("progress") or {"step": 0}
-        return Exported(folder, int(state["step"]), state, frozenset())
+        state = json.loads((folder / "config.json").read_bytes()).get("progress")
+        # a model that transformers made has no run behind it
+        state = state if isinstance(state, dict) and isinstance(state.get("step"), int) else {"step": 0}
+        return Exported(folder, state["step"], state, frozenset())
     others = [name for name in (EXPORTED + ".index.json", "pytorch_model.bin") if (folder / name).is_file()]
     if others:
         raise RequestError(
