@@ -55,16 +55,14 @@ def state_in(cache: Cache, decoder: Decoder, batch_size: int) -> DecoderState:
     for layer, ring in zip(cache.layers, state.caches, strict=True):
         window = ring.key.shape[1]
         # the one that the next token replaces is left out, and with it no two share a slot
-        keys, values = (kept.transpose(1, 2)[:, max(0, kept.shape[2] - window + 1) :] for kept in kept_by(layer))
+        keys, values = (
+            kept.transpose(1, 2)[:, max(0, kept.shape[2] - window + 1) :] for kept in (layer.keys, layer.values)
+        )
         count = keys.shape[1]
         # places before the first token fall into slots that are not in use yet
         slots = (state.position[:, None] - count + torch.arange(count, device=decoder.device)) % window
         ring.key[row, slots], ring.value[row, slots] = keys, values
     return state
-
-
-def kept_by(layer: DynamicLayer) -> tuple[Tensor, Tensor]:
-    return layer.keys, layer.values
 
 
 def keep_state(cache: Cache, state: DecoderState, columns: int) -> None:

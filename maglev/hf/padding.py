@@ -24,7 +24,7 @@ def mask_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
             f"attention_mask is of shape {tuple(attention_mask.shape)} for tokens of shape {(rows, columns)}; "
             "give one number per token, 0 for padding"
         )
-    real = attention_mask[:, -columns:].bool() if columns else attention_mask[:, :0].bool()
+    real = attention_mask[:, -columns:].bool()
     return None if bool(real.all()) else real
 
 
@@ -72,16 +72,18 @@ def targets_of(labels: Tensor, real: Tensor | None) -> Tensor:
 
 def documents_of(real: Tensor | None) -> Documents:
     """For training in one pass: nothing sees the padding before a row begins. After its end causality suffices."""
-    if real is None or bool(real[:, 0].all()):
-        return check_whole(real)
+    if real is None:
+        return WHOLE_ROWS
+    check_whole(real)
+    if bool(real[:, 0].all()):
+        return WHOLE_ROWS
     first = real.to(torch.uint8).argmax(dim=1, keepdim=True)  # (B, 1)
     column = torch.arange(real.shape[1], device=real.device)
-    check_whole(real)
     # padding sees itself, so that no softmax is empty
     return Documents(attention_starts=torch.minimum(first, column), memory_keep=column != first)
 
 
-def check_whole(real: Tensor | None) -> Documents:
-    if real is not None and bool((real[:, 1:] & ~real[:, :-1]).sum(1).add(real[:, 0]).gt(1).any()):
+def check_whole(real: Tensor) -> None:
+    starts = (real[:, 1:] & ~real[:, :-1]).sum(1) + real[:, 0]
+    if bool((starts > 1).any()):
         raise RequestError("attention_mask has padding between tokens; put it before or after them to train")
-    return WHOLE_ROWS

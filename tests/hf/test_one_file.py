@@ -48,7 +48,7 @@ print(json.dumps(found))
 def test_exports_run_where_maglev_is_not(exported: Export, tmp_path: Path) -> None:
     folders = [exported(recipe) for recipe in KINDS]
     command = [sys.executable, "-c", WITHOUT_MAGLEV, PROMPT, *map(str, folders)]
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
