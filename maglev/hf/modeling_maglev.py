@@ -93,6 +93,9 @@ class MaglevForCausalLM(PreTrainedModel, GenerationMixin):
             raise RequestError(f"input_ids are of shape {shape}; give tokens of shape (B, T), at least one")
         if labels is not None and labels.shape != input_ids.shape:
             raise RequestError(f"labels are of shape {tuple(labels.shape)}, not {tuple(input_ids.shape)} as input_ids")
+        # before the mask: for a cache of another kind, generate() makes masks of another kind too
+        if past_key_values is not None:
+            check_cache(past_key_values, self.decoder)
         real = mask_of(input_ids, attention_mask)
         if labels is not None and self.training:
             output = CausalLMOutputWithPast(loss=self.objective_loss(input_ids, labels, real))
@@ -127,7 +130,6 @@ class MaglevForCausalLM(PreTrainedModel, GenerationMixin):
         decoder = self.decoder
         if cache is None:
             cache = DynamicCache(config=self.config)
-        check_cache(cache, decoder)
         rows = tokens.shape[0]
         if not is_empty(cache) and position_in(cache).shape[0] != rows:
             raise RequestError(f"{rows} rows of tokens, and {position_in(cache).shape[0]} in past_key_values")

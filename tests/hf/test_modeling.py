@@ -169,6 +169,8 @@ def test_other_wrong_requests_are_told() -> None:
     static = transformers.StaticCache(config=model.config, max_cache_len=32)
     with pytest.raises(RequestError, match="StaticCache"):
         model(random_tokens(2, 4), past_key_values=static)
+    with pytest.raises(RequestError, match="StaticCache"):
+        model.generate(random_tokens(2, 4), cache_implementation="static", max_new_tokens=2)
     with pytest.raises(RequestError, match="fixed"):
         model.resize_token_embeddings(99)
     run = model.config.run
