@@ -212,7 +212,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a run goes. Zeros mean "derive it": steps from the token budget, rows from the device."""
+    """How a run goes. Zeros mean "derive it": steps from the token budget, rows from the device.
+
+    `sharding=full` divides parameters over the ranks; `timeout` is how many seconds a rank waits for another.
+    """
 
     steps: int = 0
     tokens_per_parameter: float = 100.0
@@ -222,6 +225,9 @@ class TrainConfig:
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
+    recompute: Literal["none", "selective", "full"] = "none"
+    sharding: Literal["none", "full"] = "none"
+    timeout: int = 1800
     threads: int = 0
     checkpoint_every: int = 1000
     keep_checkpoints: int = 2
@@ -233,7 +239,14 @@ class TrainConfig:
     init_from: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_step", "checkpoint_every", "keep_checkpoints", "log_every", "max_bad_steps"):
+        for name in (
+            "tokens_per_step",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "log_every",
+            "max_bad_steps",
+            "timeout",
+        ):
             value = getattr(self, name)
             require(
                 1 <= value <= LARGEST_COUNT,
@@ -245,6 +258,7 @@ class TrainConfig:
                 0 <= value <= LARGEST_COUNT,
                 f"train.{name} is {value}; it must not be negative and at most {LARGEST_COUNT:,}",
             )
+        require(self.timeout <= 10**6, f"train.timeout is {self.timeout}; it is in seconds, at most 1,000,000")
         require(
             0 < self.tokens_per_parameter <= LARGEST_COUNT,
             f"train.tokens_per_parameter is {self.tokens_per_parameter}; "

@@ -1,8 +1,8 @@
 """Run by test_checkpoint.py: processes that die while they save, each checked by the one that outlives them.
 
 `crash_worker.py kill RUN COUNT` kills a saving process with SIGKILL at random moments;
-`crash_worker.py fresh|replace RUN` lets one die at each of its file-system calls in turn, where the step is
-new or has a damaged checkpoint. Each prints one JSON line.
+`crash_worker.py fresh|replace|parts RUN` lets one die at each of its file-system calls in turn, where the step is
+new, has a damaged checkpoint or is written in the parts of two ranks. Each prints one JSON line.
 """
 
 import json
@@ -93,7 +93,22 @@ def save_step(run: Path, step: int, size: int) -> Path:
     return checkpoint.save(run, step, content(step, size), {"step": step}, KEEP)
 
 
-def die_at_every_call(run: Path, damaged: bool) -> dict[str, object]:
+def save_parts(run: Path, step: int, size: int) -> None:
+    """Both ranks in this process; the second half of every tensor is the second rank's."""
+    if not checkpoint.begin_parts(run, step, KEEP):
+        return
+    written = []
+    for rank, start in enumerate((0, size // 2)):
+        rows = slice(start, start + size // 2)
+        parts = {
+            stem: {name: checkpoint.Part(tensor[rows], start, (size,)) for name, tensor in named.items()}
+            for stem, named in content(step, size).items()
+        }
+        written.append(checkpoint.write_parts(run, step, rank, parts))
+    checkpoint.finish_parts(run, step, written, {"step": step}, KEEP)
+
+
+def die_at_every_call(run: Path, damaged: bool, save: Callable[[Path, int, int], object]) -> dict[str, object]:
     """Step 3 is saved over 1 and 2 (so 1 is removed), in place of nothing or of a damaged one."""
     size, reports, steps, number, status = 10, list[str](), list[int](), 0, 9
     while status != 0:
@@ -106,12 +121,12 @@ def die_at_every_call(run: Path, damaged: bool) -> dict[str, object]:
 
         def attempt(number: int = number) -> None:
             die_at_call(number)
-            save_step(run, 3, size)
+            save(run, 3, size)
 
         status = os.waitstatus_to_exitcode(os.waitpid(in_fork(attempt), 0)[1])
         assert status in (0, 9)
         steps.append(newest_step(run, size, reports))
-        save_step(run, 3, size)
+        save(run, 3, size)
         assert sorted(os.listdir(run / "checkpoints")) == ["step-00000002", "step-00000003"]
         assert newest_step(run, size, []) == 3
     return {"reports": reports, "steps": steps}
@@ -123,4 +138,5 @@ if __name__ == "__main__":
     if verb == "kill":
         print(json.dumps(kill_at_random(Path(folder), int(rest[0]))))
     else:
-        print(json.dumps(die_at_every_call(Path(folder), damaged=verb == "replace")))
+        save = save_parts if verb == "parts" else save_step
+        print(json.dumps(die_at_every_call(Path(folder), verb == "replace", save)))

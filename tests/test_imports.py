@@ -15,6 +15,7 @@ BASE = {"errors", "files", "config", "recipes", "runs"}
 ALLOWED = {
     "errors": set(),
     "files": {"errors"},
+    "plots": {"errors", "files"},
     "config": {"errors"},
     "recipes": {"config", "errors"},
     "runs": {"config", "errors", "files"},
@@ -24,8 +25,8 @@ ALLOWED = {
     "model": {"ops", "config", "errors"},
     "objectives": {"model", "ops"} | BASE,
     "inference": {"model", "ops", "data", "checkpoint"} | BASE,
-    "bench": {"inference", "model", "ops"} | BASE,
-    "evaluate": {"objectives", "inference", "model", "ops", "data", "checkpoint"} | BASE,
+    "bench": {"train", "objectives", "inference", "model", "ops", "data", "plots"} | BASE,
+    "evaluate": {"objectives", "inference", "model", "ops", "data", "checkpoint", "plots"} | BASE,
     "train": {"evaluate", "objectives", "model", "ops", "data", "checkpoint"} | BASE,
     "hf": {"inference", "objectives", "model", "ops", "data", "checkpoint"} | BASE,
     "auto_classes": {"hf"},

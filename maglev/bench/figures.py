@@ -1,55 +1,75 @@
 """Plots of what the benchmarks found, as files: the format is that of the name."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maglev.errors import RequestError
-from maglev.files import atomic_path
+from maglev.plots import save_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMATS = (".svg", ".png", ".pdf")
-SIZE = (9.6, 3.8)
-COLOURS = ("#d97706", "#3b82f6")
+COLOURS = ("#d97706", "#3b82f6", "#059669", "#db2777", "#7c3aed")
 # by way to step and format of its weights
 STYLES = {("plain", "plain"): ":", ("fast", "plain"): "-", ("fast", "int8"): "--", ("fast", "fp8"): "-."}
-
-
-def check_plot(path: Path) -> None:
-    """Before anything is measured: a name that can be drawn to, and something to draw with."""
-    if path.suffix.lower() not in FORMATS:
-        raise RequestError(f"--plot is {path}; its name must end in one of {', '.join(FORMATS)}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise RequestError("--plot needs matplotlib, which is missing; install the extra 'report' of maglev") from None
-
-
-def save(path: Path, draw: Callable[["Figure"], None]) -> None:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    settings: Any = {
-        "legend.frameon": False,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.alpha": 0.15,
-        # the same numbers give the same file
-        "svg.hashsalt": path.name,
-    }
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        draw(figure)
-        with atomic_path(path) as temporary:
-            figure.savefig(temporary, format=path.suffix.lower().removeprefix("."))
 
 
 def models_of(result: dict[str, Any]) -> dict[str, str]:
     """Each model with its colour, in order of appearance."""
     return dict(zip(dict.fromkeys(row["model"] for row in result["rows"]), COLOURS))
+
+
+def recipes_of(result: dict[str, Any]) -> dict[str, str]:
+    names = dict.fromkeys(row["recipe"] for row in result["rows"])
+    return {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
+
+
+def plot_train(result: dict[str, Any], path: Path) -> None:
+    """Share of the matrix rate, and speed beside SWA's with what the counted FLOPs allow."""
+
+    def draw(figure: "Figure") -> None:
+        rate, speed = figure.subplots(1, 2)
+        labels = [f"{row['recipe']}\nd{row['depth']}" for row in result["rows"]]
+        colours = [recipes_of(result)[row["recipe"]] for row in result["rows"]]
+        rate.bar(labels, [100 * row["mfu"] for row in result["rows"]], color=colours)
+        rate.set_ylabel("% of the matrix rate")
+        own = [f"{each['recipe']}\nd{each['depth']}" for each in result["summary"]]
+        tints = [recipes_of(result)[each["recipe"]] for each in result["summary"]]
+        speed.bar(own, [each["speed_by_swa"] for each in result["summary"]], color=tints)
+        allowed = [each["allowed_by_flops"] for each in result["summary"]]
+        speed.plot(own, allowed, "_", color="black", markersize=18, label="what the counted FLOPs allow")
+        speed.set_ylabel("tokens/s by SWA's")
+        speed.legend()
+        for axes in (rate, speed):
+            axes.tick_params("x", labelrotation=90, labelsize=6)
+        figure.suptitle(f"Training on {result['device']}, {result['dtype']}")
+
+    save_plot(path, draw)
+
+
+def plot_scaling(result: dict[str, Any], path: Path) -> None:
+    """Time of a step along each axis, with the counted FLOPs beside it, both by the axis's second point."""
+    sizes = {"rows": "rows", "layers": "depth", "context": "context"}
+    titles = {"rows": "rows of a pass", "layers": "layers at one width", "context": "context at one W"}
+
+    def draw(figure: "Figure") -> None:
+        for axes, (axis, key) in zip(figure.subplots(1, 3), sizes.items()):
+            for recipe, colour in recipes_of(result).items():
+                own = [row for row in result["rows"] if (row["recipe"], row["axis"]) == (recipe, axis)]
+                middle = own[min(1, len(own) - 1)]
+                places = [row[key] for row in own]
+                times = [row["seconds_per_step"] / middle["seconds_per_step"] for row in own]
+                counted = [row["flops_per_token"] * row["tokens_per_step"] for row in own]
+                base = middle["flops_per_token"] * middle["tokens_per_step"]
+                axes.plot(places, times, marker="o", color=colour, label=recipe)
+                axes.plot(places, [count / base for count in counted], ":", color=colour, label=f"{recipe}, FLOPs")
+            axes.set_xlabel(titles[axis])
+            axes.set_ylim(bottom=0)
+            axes.set_xlim(left=0)
+        figure.axes[0].set_ylabel("time of a step, by the second point")
+        figure.axes[0].legend(fontsize=7)
+        figure.suptitle(f"Training on {result['device']}, {result['dtype']}, from depth {result['depth']}")
+
+    save_plot(path, draw)
 
 
 def plot_decode(result: dict[str, Any], path: Path) -> None:
@@ -83,7 +103,7 @@ def plot_decode(result: dict[str, Any], path: Path) -> None:
         flat.legend(loc="lower center", ncols=2)
         figure.suptitle(f"{result['device']}, {result['dtype']}, depth {result['depth']}, random weights")
 
-    save(path, draw)
+    save_plot(path, draw)
 
 
 def plot_read(result: dict[str, Any], path: Path) -> None:
@@ -115,4 +135,4 @@ def plot_read(result: dict[str, Any], path: Path) -> None:
         change.set_ylabel("change in a pass, distance to stepping")
         figure.suptitle(f"{result['device']}, {result['dtype']}, depth {result['depth']}, {result['text']}")
 
-    save(path, draw)
+    save_plot(path, draw)

@@ -162,7 +162,7 @@ def distance_by_pass(reader: Decoder | FastDecoder, tokens: Tensor, passes: int)
     stepped = torch.stack([reader.step_(token[None], state).clone() for token in tokens[0]], dim=1)  # (1, T, D)
     found = {}
     for stride in STRIDES:
-        chunk, memory = chunk_of(reader, tokens, reader.initial_state(1), 0), torch.zeros_like(stepped)
+        chunk, memory = chunk_of(reader, tokens, reader.initial_state(1)), torch.zeros_like(stepped)
         errors = []
         for number in range(passes):
             memory = one_pass(chunk, memory, stride if number else 1)

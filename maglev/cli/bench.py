@@ -127,7 +127,7 @@ def read(
 
 def check_files(out: Path | None, plot: Path | None) -> None:
     """Minutes of measuring are not to end in a name that cannot be written."""
-    from maglev.bench.figures import check_plot
+    from maglev.plots import check_plot
 
     for option, path in (("--out", out), ("--plot", plot)):
         if path is not None and path.is_dir():

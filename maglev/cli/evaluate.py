@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from maglev.cli.output import console, emit, progress, say
+from maglev.cli.output import console, emit, keep, progress, say
 from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
 
@@ -48,6 +48,7 @@ def bpb(
         )
     from maglev.data.loader import Loader
     from maglev.evaluate.bpb import bits_per_byte
+    from maglev.evaluate.results import source_name
     from maglev.evaluate.runs import load_objective, open_matching_data
     from maglev.train.distributed import resolve_device
 
@@ -68,7 +69,12 @@ def bpb(
             progress=lambda done, total: meter.update(f"bits per byte, {memory}", done, total),
         )
     facts = {"run": str(run), "recipe": config.recipe, "step": step, "split": split, "weights": weights}
-    emit(facts | result.to_dict(), as_json, render)
+    facts |= {"data": data.resolve().name}
+    found = facts | result.to_dict()
+    # a part of the rows is no result to put into a table
+    if not rows and split == "validation":
+        keep(run, f"bpb-{found['data']}-{source_name(found)}", found)
+    emit(found, as_json, render)
 
 
 def render(value: dict[str, Any]) -> None:

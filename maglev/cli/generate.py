@@ -132,7 +132,9 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt is not None and prompt_file is not None:
         raise RequestError("--prompt and --prompt-file exclude each other; give one of them")
     if prompt_file is None:
-        return prompt or ""
+        return encodable(prompt or "")
+    if prompt_file == "-" and sys.stdin is None:
+        raise RequestError("--prompt-file -: stdin is closed; name a text file or pipe one in")
     try:
         content = sys.stdin.buffer.read() if prompt_file == "-" else Path(prompt_file).read_bytes()
     except OSError as error:
@@ -141,3 +143,12 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"--prompt-file {prompt_file} is not UTF-8 text ({error.reason})") from None
+
+
+def encodable(prompt: str) -> str:
+    """Bytes of an argument that are no UTF-8 come as lone surrogates."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise RequestError("--prompt is not UTF-8 text; give it as UTF-8, or from a file with --prompt-file") from None
+    return prompt

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
     from rich.progress import Progress
 
@@ -22,6 +24,16 @@ def emit(value: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]]
         print(json.dumps(finite(value), allow_nan=False, default=os.fspath))
     else:
         render(value)
+
+
+def keep(run: "Path", name: str, value: dict[str, Any]) -> None:
+    """A result in the run's folder, for 'maglev table'. One that cannot be kept there has been shown all the same."""
+    from maglev.evaluate.results import save_result
+
+    try:
+        save_result(run, name, finite(value))
+    except OSError as error:
+        say(f"could not keep this result in {run} ({error}), so 'maglev table' will not find it")
 
 
 def finite(value: Any) -> Any:

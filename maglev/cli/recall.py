@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from maglev.cli.output import console, emit, progress, say
+from maglev.cli.output import console, emit, keep, progress, say
 from maglev.cli.train import watching
 from maglev.errors import RequestError
 
@@ -98,6 +98,7 @@ def recall(
 
         read_rows(results)
     value = measure(run, {} if is_recipe else task_changes, None if is_recipe else context, rows, passes, device)
+    keep(run, f"recall-{value['task']['variant']}-{value['task']['pairs']}-{value['context']}", value)
     emit(write_down(value, run, results, plot), as_json, render)
 
 

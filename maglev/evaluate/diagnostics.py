@@ -3,14 +3,16 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from maglev.evaluate.memories import recurrent
+from maglev.model.attention import Attention
 from maglev.model.decoder import Decoder
-from maglev.model.memory import MemoryFeatures, MemoryGates, shift_right
-from maglev.ops.inject import gate
+from maglev.model.memory import shift_right
+from maglev.ops.inject import gate, rms_norm
 
 # of the memory's own size, which is 1 per channel
 DISTURBANCE = 1e-2
@@ -83,14 +85,17 @@ def recorded_shares(decoder: Decoder) -> Iterator[list[Tensor]]:
     """The memory's part of mixed K/V of every layer in the passes made meanwhile."""
     shares: list[Tensor] = []
 
-    def record(gates: MemoryGates, given: tuple[Tensor, Tensor, Tensor, MemoryFeatures], _: object) -> None:
-        x, local_key, local_value, memory = given
-        local, remembered = gate(gates.local_gate(x)), gate(gates.memory_gate(x))  # (B, T, G)
-        own = local * (local_key.norm(dim=-1) + local_value.norm(dim=-1))
+    def record(attention: Attention, given: tuple[Any, ...], _: object) -> None:
+        x, _rotation, memory, *_ = given
+        _, key, value, *logits = attention.project(x, True)
+        local, remembered = map(gate, logits)  # (B, T, G)
+        # a rotation changes no length
+        own = local * (rms_norm(key).norm(dim=-1) + value.norm(dim=-1))
         other = remembered * (memory.memory_key.norm(dim=-1) + memory.memory_value.norm(dim=-1))
         shares.append(other.sum() / (own + other).sum())
 
-    hooks = [module.register_forward_hook(record) for module in decoder.modules() if isinstance(module, MemoryGates)]
+    remembering = [module for module in decoder.modules() if isinstance(module, Attention) and module.gates]
+    hooks = [module.register_forward_hook(record) for module in remembering]
     try:
         yield shares
     finally:

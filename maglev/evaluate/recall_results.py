@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,12 @@ from maglev.data.recall import RecallConfig
 from maglev.errors import RequestError
 from maglev.evaluate.figures import LINE, LINE_STYLES, SIZE, colours
 from maglev.model.accounting import objective_flops
+from maglev.plots import save_plot
 
 if TYPE_CHECKING:
     # which brings torch; what reads and draws rows does without
+    from matplotlib.figure import Figure
+
     from maglev.evaluate.recall import RecallResult
 
 Row = dict[str, Any]
@@ -73,17 +77,11 @@ def identity(row: Row) -> str:
 
 def draw_rows(path: Path, rows: Sequence[Row]) -> None:
     """Accuracy over distance, the mean over seeds; SVG, PNG or PDF by the file's ending."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RequestError(
-            "the plot needs matplotlib, which is missing; install the extra 'report' of maglev"
-        ) from None
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise RequestError(f"--plot {path} has the ending {path.suffix!r}; use .svg, .png or .pdf")
-    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-    palette = colours(recipes)
-    figure = Figure(figsize=SIZE, layout="constrained")
+    save_plot(path, partial(draw_recall, rows=rows), SIZE)
+
+
+def draw_recall(figure: "Figure", rows: Sequence[Row]) -> None:
+    palette = colours(list(dict.fromkeys(row["recipe"] for row in rows)))
     axes = figure.add_subplot()
     for name, recipe, source, lines in curves(rows):
         x, y = zip(*lines, strict=True)
@@ -98,9 +96,7 @@ def draw_rows(path: Path, rows: Sequence[Row]) -> None:
     axes.set_ylim(-0.02, 1.02)
     axes.set_xlabel("distance, in plain reaches: layers x (W - 1)")
     axes.set_ylabel("recall (dotted: chance)")
-    axes.legend(frameon=False, fontsize=8)
-    with files.atomic_path(path) as temporary:
-        figure.savefig(temporary, format=path.suffix[1:])
+    axes.legend()
 
 
 def curves(rows: Sequence[Row]) -> list[tuple[str, str, str, list[tuple[float, float]]]]:

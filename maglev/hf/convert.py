@@ -51,7 +51,7 @@ def to_hugging_face(run: Path, out: Path, report: Report, *, prefiller: bool = T
     with atomic_folder(out) as folder:
         hf_config.save_pretrained(folder)
         GenerationConfig(bos_token_id=bos, eos_token_id=bos, pad_token_id=bos).save_pretrained(folder)
-        named = {f"{EXPORT_PREFIX}.{part}.{name}": t for part, own in tensors.items() for name, t in own.items()}
+        named = {f"{EXPORT_PREFIX}{part}.{name}": t for part, own in tensors.items() for name, t in own.items()}
         with atomic_path(folder / EXPORTED) as temporary:
             save_file({name: tensor.contiguous() for name, tensor in named.items()}, temporary, {"format": "pt"})
         write_text(folder / TOKENIZER, pretty(description))

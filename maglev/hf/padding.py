@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from maglev.errors import RequestError
+from maglev.inference.ragged import read_rows_
 from maglev.inference.reading import read_
 from maglev.model.decoder import Decoder
-from maglev.model.state import DecoderState, RingCache
+from maglev.model.state import DecoderState
 from maglev.objectives.losses import WHOLE_ROWS, Documents
 from maglev.ops.loss import IGNORED, UNSCORED
 
@@ -37,30 +38,10 @@ def read_real_(decoder: Decoder, tokens: Tensor, real: Tensor | None, state: Dec
         return state.memory[:, None] if memories is None else torch.cat(memories, dim=1)
     # the real ones of every row first, in their order
     order = (~real).to(torch.uint8).argsort(dim=1, stable=True)
-    packed, lengths = tokens.gather(1, order), real.sum(1)
-    found = state.memory.new_zeros(*tokens.shape, state.memory.shape[-1])
-    begin = 0
-    # rows go together as far as the shortest of them reaches, then without it
-    for end in lengths[lengths > 0].unique().tolist():
-        rows = (lengths >= end).nonzero()[:, 0]
-        part, memories = rows_of(state, rows), []
-        read_(decoder, packed[rows, begin:end], part, memories=memories)
-        put_rows_(state, rows, part)
-        found[rows, begin:end] = torch.cat(memories, dim=1)
-        begin = end
+    found = read_rows_(decoder, tokens.gather(1, order), real.sum(1), state)
     scattered = torch.zeros_like(found).scatter_(1, order[..., None].expand_as(found), found)
+    scattered = scattered.where(real[..., None], 0)
     return scattered if keep else scattered[:, -1:]
-
-
-def rows_of(state: DecoderState, rows: Tensor) -> DecoderState:
-    caches = [RingCache(ring.key[rows], ring.value[rows]) for ring in state.caches]
-    return DecoderState(caches, state.memory[rows], state.position[rows])
-
-
-def put_rows_(state: DecoderState, rows: Tensor, part: DecoderState) -> None:
-    for ring, own in zip(state.caches, part.caches, strict=True):
-        ring.key[rows], ring.value[rows] = own.key, own.value
-    state.memory[rows], state.position[rows] = part.memory, part.position
 
 
 def targets_of(labels: Tensor, real: Tensor | None) -> Tensor:

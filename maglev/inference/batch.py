@@ -1,19 +1,19 @@
 """Write several texts at once: one step for all rows, draws of each row's own."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from maglev.errors import RequestError
-from maglev.inference.checks import check_max_tokens
+from maglev.inference.checks import check_max_tokens, check_text, items_of
 from maglev.inference.engine import RECENT_TOKENS, LanguageModel, seeded
 from maglev.inference.fast_step import BUCKETS
 from maglev.inference.sampling import Sampling, next_token
 from maglev.inference.state import State
-from maglev.inference.streaming import TextStream
+from maglev.inference.streaming import Stop, TextStream, stop_strings
 from maglev.model.state import DecoderState
 
 
@@ -51,32 +51,41 @@ class Completion:
 
 def generate_batch(
     lm: LanguageModel,
-    prompts: Sequence[str],
+    prompts: Iterable[str],
     *,
+    states: Iterable[State] | None = None,
     max_tokens: int = 256,
     sampling: Sampling | None = None,
-    stop: str | Sequence[str] = (),
-    seeds: Sequence[int] | None = None,
+    stop: Stop = (),
+    seeds: Iterable[int] | None = None,
 ) -> list[Completion]:
     """A text per prompt. A row draws from its own seed, so that its text does not depend on its neighbours.
+
+    With `states`, one per prompt, each prompt goes on from its state, and "" adds nothing to it; the states given stay
+    as they are.
 
     `logprobs` are those of the model, before temperature and limits. The batch keeps its size to the end, on a GPU that
     of the smallest bucket of `fast_step` which holds it: where that is the same, two calls add up in the same order, so
     their texts agree to the bit. More prompts than the largest bucket holds are written in groups.
     """
-    sampling = sampling or Sampling()
-    seeds = list(range(len(prompts))) if seeds is None else seeds
-    if isinstance(prompts, str):
-        raise RequestError("prompts is one text; give a list of them, or use generate")
+    sampling = Sampling() if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise RequestError(f"sampling is a {type(sampling).__name__}; give a Sampling")
+    prompts = items_of("prompts", prompts, "texts, or use generate for one")
     if not prompts:
         raise RequestError("no prompts; give at least one")
+    for index, prompt in enumerate(prompts):
+        check_text(f"prompt {index} of {len(prompts)}", prompt)
+    begins = beginnings(lm, states, len(prompts))
+    seeds = list(range(len(prompts))) if seeds is None else items_of("seeds", seeds, "whole numbers")
     if len(seeds) != len(prompts):
         raise RequestError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one per prompt")
     check_max_tokens(max_tokens)
+    stops = stop_strings(stop)
     rows = [
         Row(
             seeded(seed),
-            TextStream(stop),
+            TextStream(stops),
             deque(lm.tokenizer.encode(prompt), maxlen=RECENT_TOKENS),
         )
         for prompt, seed in zip(prompts, seeds, strict=True)
@@ -84,10 +93,20 @@ def generate_batch(
     found = []
     for first in range(0, len(rows), max(BUCKETS)):
         group = slice(first, first + max(BUCKETS))
-        inner = DecoderState.join([lm.read(prompt).inner for prompt in prompts[group]])
+        inner = DecoderState.join([lm.read(*begin).inner for begin in zip(prompts[group], begins[group], strict=True)])
         ends = write_rows(lm, rows[group], inner, max_tokens, sampling)
         found += [finish(lm, row, end) for row, end in zip(rows[group], ends, strict=True)]
     return found
+
+
+def beginnings(lm: LanguageModel, states: Iterable[State] | None, count: int) -> list[State | None]:
+    """What each of so many prompts goes on from."""
+    if states is None:
+        return [None] * count
+    found = [lm.own(state) for state in items_of("states", states, "states")]
+    if len(found) != count:
+        raise RequestError(f"{len(found)} states for {count} prompts; give one per prompt")
+    return list(found)
 
 
 def write_rows(

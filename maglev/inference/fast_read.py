@@ -3,23 +3,27 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from maglev.inference.fast_step import FastDecoder
 from maglev.model.chunk import Chunk, Span
 from maglev.model.state import DecoderState
 
+SMALLEST_RECORDED = 256
+SHAPES_KEPT = 2
+
 
 class FastChunk(Chunk):
-    """`repeated` says that more chunks of this shape will come: then the launches of a pass are recorded, once."""
+    """On a GPU the launches of a pass are recorded once per shape; a shorter chunk is padded to the next shape, which
+    its positions do not see."""
 
-    def __init__(self, fast: FastDecoder, tokens: Tensor, state: DecoderState, repeated: bool = False) -> None:
+    def __init__(self, fast: FastDecoder, tokens: Tensor, state: DecoderState) -> None:
         self.fast = fast
-        self.recorded = recorded_passes(fast, tokens, state) if repeated and fast.device.type == "cuda" else None
+        self.recorded = recorded_passes(fast, tokens, state) if fast.device.type == "cuda" else None
         super().__init__(tokens, state, None if self.recorded is None else self.recorded.spans)
         if self.recorded is not None:
-            self.recorded.tokens.copy_(tokens)
-            self.recorded.positions.copy_(self.positions)
+            self.recorded.take(tokens, state.position)
 
     def compute(self, subset: range, previous_memory: Tensor | None) -> Tensor:
         if self.recorded is not None:
@@ -69,22 +73,35 @@ class RecordedPasses:
     """Passes over chunks of one shape, from CUDA graphs on fixed addresses: a pass has hundreds of launches, and on
     many machines asking for them takes longer than they do."""
 
-    def __init__(self, fast: FastDecoder, tokens: Tensor, state: DecoderState) -> None:
-        self.fast, self.shape = fast, tokens.shape
-        self.spans = [Span(ring, tokens.shape[1]) for ring in state.caches]
-        self.tokens, self.positions = torch.zeros_like(tokens), torch.zeros_like(tokens)
-        self.recordings: dict[tuple[range, bool], Recording] = {}
+    def __init__(self, fast: FastDecoder, rows: int, length: int, state: DecoderState) -> None:
+        self.fast, self.length = fast, length
+        self.spans = [Span(ring, length) for ring in state.caches]
+        # a recording may read what no pass has written: padding, before the first pass
+        for span in self.spans:
+            span.key.zero_()
+            span.value.zero_()
+        self.tokens = torch.zeros(rows, length, dtype=torch.int64, device=fast.device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.recordings: dict[tuple[int, int, bool], Recording] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
+    def take(self, tokens: Tensor, position: Tensor) -> None:
+        """Another chunk, (B, C) with C at most the length of this shape."""
+        self.tokens[:, : tokens.shape[1]].copy_(tokens)
+        self.positions.copy_(position[:, None] + torch.arange(self.length, device=position.device))
+
     def replay(self, subset: range, previous_memory: Tensor | None) -> Tensor:
-        key = subset, previous_memory is None
+        whole = range(subset.start, self.length, subset.step)
+        key = whole.start, whole.step, previous_memory is None
+        if previous_memory is not None:
+            previous_memory = F.pad(previous_memory, (0, 0, 0, len(whole) - len(subset)))
         if key not in self.recordings:
-            self.recordings[key] = self.record(subset, previous_memory)
+            self.recordings[key] = self.record(whole, previous_memory)
         recording = self.recordings[key]
         if recording.previous_memory is not None and previous_memory is not None:
             recording.previous_memory.copy_(previous_memory)
         recording.graph.replay()
-        return recording.memory.clone()
+        return recording.memory[:, : len(subset)].clone()
 
     def record(self, subset: range, previous_memory: Tensor | None) -> Recording:
         """The pass is run once before, which compiles what it needs; run again, it writes the same."""
@@ -97,14 +114,22 @@ class RecordedPasses:
                 positions_at_once(self.fast, self.tokens, self.positions, self.spans, subset, given)
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
+            # another thread may allocate meanwhile
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 memory = positions_at_once(self.fast, self.tokens, self.positions, self.spans, subset, given)
         return Recording(graph, given, memory)
 
 
+def recorded_length(length: int) -> int:
+    """The shape that a chunk is padded to."""
+    return max(SMALLEST_RECORDED, 1 << (length - 1).bit_length())
+
+
 def recorded_passes(fast: FastDecoder, tokens: Tensor, state: DecoderState) -> RecordedPasses:
-    """Those of the last shape are kept: one set of buffers is memory enough."""
-    if fast.recorded_passes is None or fast.recorded_passes.shape != tokens.shape:
-        fast.recorded_passes = None
-        fast.recorded_passes = RecordedPasses(fast, tokens, state)
-    return fast.recorded_passes
+    """Those of the last shapes are kept: a prompt has full chunks and a last one."""
+    rows, length = tokens.shape[0], recorded_length(tokens.shape[1])
+    found = fast.recorded_passes.pop((rows, length), None) or RecordedPasses(fast, rows, length, state)
+    fast.recorded_passes[rows, length] = found
+    while len(fast.recorded_passes) > SHAPES_KEPT:
+        fast.recorded_passes.pop(next(iter(fast.recorded_passes)))
+    return found

@@ -1,6 +1,7 @@
 """One token per row in as few launches as it takes, by itself or from a CUDA graph."""
 
 from dataclasses import dataclass
+from threading import RLock
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WARM_UPS = 2
+# fewer tokens are stepped before a graph of the step is worth recording
+LEAST_REPLAYED = 64
 ALIGNED_ROWS = 8
 
 
@@ -34,7 +37,7 @@ class FastDecoder:
     """`Decoder.step_` on the same state, five launches per layer.
 
     The weights are those of the decoder when this was made; the stacked matrices are copies. Steps of one FastDecoder
-    go one after another, on one stream: they share counters.
+    go one after another, on one stream: they share counters. Threads take turns by `lock`.
     """
 
     def __init__(self, decoder: Decoder, backend: Backend | None = None, weights: WeightFormat = "plain") -> None:
@@ -75,7 +78,8 @@ class FastDecoder:
             projections = decoder.injection.memory_key_proj, decoder.injection.memory_value_proj
             self.memory_weight = weight(*(projection.weight for projection in projections))
         self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
-        self.recorded_passes: RecordedPasses | None = None  # of reading
+        self.recorded_passes: dict[tuple[int, int], RecordedPasses] = {}  # of reading, the last one used last
+        self.lock = RLock()
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -92,25 +96,49 @@ class FastDecoder:
     def initial_state(self, batch_size: int) -> DecoderState:
         return DecoderState.zeros(self.config, batch_size, self.dtype, self.device)
 
-    def chunk(self, tokens: Tensor, state: DecoderState, *, repeated: bool) -> Chunk:
+    def chunk(self, tokens: Tensor, state: DecoderState) -> Chunk:
         """Tokens (B, C) after `state`, on the kernels of steps."""
         from maglev.inference.fast_read import FastChunk
 
-        return FastChunk(self, tokens, state, repeated)
+        return FastChunk(self, tokens, state)
 
     @torch.no_grad()
     def step_(self, tokens: Tensor, state: DecoderState) -> Tensor:
         """Read one token per row and rewrite `state`. tokens (B,) -> memory (B, D)"""
         memory, position = torch.empty_like(state.memory), torch.empty_like(state.position)
-        self.advance(tokens, state, memory, position)
+        with self.lock:
+            self.advance(tokens, state, memory, position)
         state.memory, state.position = memory, position
         return memory
+
+    def step_on_(self, tokens: Tensor, state: DecoderState) -> list[Tensor]:
+        """tokens (B, T), one after another, from a graph where that pays. -> the memories of each, (B, 1, D)"""
+        rows, count = tokens.shape
+        if self.device.type != "cuda" or count < LEAST_REPLAYED:
+            return [self.step_(token, state)[:, None] for token in tokens.T]
+        found: list[list[Tensor]] = []
+        for first in range(0, rows, max(BUCKETS)):
+            part = tokens[first : first + max(BUCKETS)]
+            stepper = GraphStepper(self, part.shape[0])
+            stepper.begin(DecoderState.join([state.row(first + row) for row in range(part.shape[0])]))
+            found.append([])
+            for token in part.T:
+                stepper.step(token)
+                found[-1].append(stepper.buffers.memory[: part.shape[0], None].clone())
+            at = torch.arange(first, first + part.shape[0], device=part.device)
+            state.put_rows_(at, stepper.state())
+        return [torch.cat(parts) for parts in zip(*found)]
 
     @torch.no_grad()
     def readout(self, memory: Tensor) -> Tensor:
         """Soft-capped logits in float32 or better. (B, D) -> (B, V)"""
         with torch.cuda.device_of(memory):
             return self.steps.read_out(memory, self.readout_weight, self.config.logit_softcap)
+
+    def release(self) -> None:
+        """Let go of the passes that were recorded for the last shape of chunks."""
+        with self.lock:
+            self.recorded_passes.clear()
 
     def advance(self, tokens: Tensor, state: DecoderState, memory_out: Tensor, position_out: Tensor) -> None:
         """The step itself: rings in place, memory and position into tensors that may be the state's own."""
@@ -191,10 +219,11 @@ class GraphStepper:
         if rows > room:
             raise RequestError(f"{rows} rows do not fit into {room}; make GraphStepper with largest={rows}")
         bucket = bucket_for(rows)
-        if bucket not in self.captured:
-            self.captured[bucket] = self.capture(bucket)
-        fill_rows(first_rows(self.buffers, bucket), state)
-        self.tokens[rows:bucket].zero_()
+        with self.decoder.lock:
+            if bucket not in self.captured:
+                self.captured[bucket] = self.capture(bucket)
+            fill_rows(first_rows(self.buffers, bucket), state)
+            self.tokens[rows:bucket].zero_()
         self.rows = rows
 
     @torch.inference_mode()
@@ -204,12 +233,13 @@ class GraphStepper:
             raise RequestError("GraphStepper has no state yet; call begin(state) first")
         if tokens is None and not self.greedy:
             raise RequestError("only a greedy GraphStepper goes on without tokens; give tokens or greedy=True")
-        if tokens is not None:
-            if tokens.shape != (self.rows,):
-                raise RequestError(f"tokens have shape {tuple(tokens.shape)}; the state has {self.rows} rows")
-            self.tokens[: self.rows].copy_(tokens)
+        if tokens is not None and tokens.shape != (self.rows,):
+            raise RequestError(f"tokens have shape {tuple(tokens.shape)}; the state has {self.rows} rows")
         captured = self.captured[bucket_for(self.rows)]
-        captured.graph.replay()
+        with self.decoder.lock:
+            if tokens is not None:
+                self.tokens[: self.rows].copy_(tokens)
+            captured.graph.replay()
         return captured.logits[: self.rows]
 
     @torch.inference_mode()
@@ -226,6 +256,15 @@ class GraphStepper:
         """A copy of one of them, as a batch of one."""
         return self.buffers.row(index)
 
+    def end(self) -> None:
+        """The buffers stay, since the graphs are on them."""
+        self.rows = 0
+
+    @property
+    def nbytes(self) -> int:
+        logits = sum(step.logits.numel() * step.logits.element_size() for step in self.captured.values())
+        return self.buffers.nbytes + logits
+
     @torch.inference_mode()
     def capture(self, bucket: int) -> CapturedStep:
         buffers, tokens = first_rows(self.buffers, bucket), self.tokens[:bucket]
@@ -238,7 +277,7 @@ class GraphStepper:
             return logits
 
         device = self.decoder.device
-        with torch.cuda.device(device):
+        with self.decoder.lock, torch.cuda.device(device):
             # kernels are compiled and cuBLAS gets its workspace before anything is recorded
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
@@ -247,6 +286,7 @@ class GraphStepper:
                     work()
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
+            # what other threads ask of the GPU meanwhile is no part of this and no error
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 logits = work()
         return CapturedStep(graph, logits)

@@ -3,10 +3,11 @@
 A prompt is read in chunks. Each chunk starts from the carried state with a pass on zero memories, then repeats passes
 until the memories stop moving. With a stride, a pass after the first goes over every so-many-th position at a time, and
 each part takes the memories that the parts before it left (Gauss-Seidel): as much work as a pass over all positions at
-once (Jacobi), and fewer of them where the tolerance is tight. Position t of a chunk is exact after t passes whatever
-the weights, so a chunk that does not settle within its budget is finished by stepping.
+once (Jacobi), and fewer of them where the tolerance is tight. Every pass makes at least one more position exact
+whatever the weights, so a chunk that does not settle within its budget is finished by stepping.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,25 +24,30 @@ from maglev.model.state import DecoderState
 # relative change of the memories under which a chunk counts as settled
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 LARGEST_CHUNK = 8192
-# shorter chunks, which a user may ask for, are not worth recording
-SMALLEST_RECORDED = 256
 PASS_BUDGET = 24
+# Rounding can keep deep decoders from coming under the tolerance. Where the change has stopped falling, and is at most
+# so many tolerances, it is rounding that is left.
+STALLED, ROUNDING = 0.9, 5.0
 # A stride's first parts still see keys and values of zero memories, so it pays only over many passes.
 STRIDE = {torch.float64: 4, torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
 
 
 class Reader(Protocol):
-    """A decoder that brings chunks of its own, such as those on fused kernels."""
+    """The decoder on kernels that bring chunks and steps of their own."""
 
     config: ModelConfig
 
     @property
     def compute_dtype(self) -> torch.dtype: ...
 
-    def chunk(self, tokens: Tensor, state: DecoderState, *, repeated: bool) -> Chunk:
-        """`repeated` says that more chunks of this shape will come."""
+    @property
+    def lock(self) -> AbstractContextManager[object]: ...
+
+    def chunk(self, tokens: Tensor, state: DecoderState) -> Chunk: ...
 
     def step_(self, tokens: Tensor, state: DecoderState) -> Tensor: ...
+
+    def step_on_(self, tokens: Tensor, state: DecoderState) -> list[Tensor]: ...
 
 
 @dataclass
@@ -75,7 +81,7 @@ def read_(
     """Read tokens (B, T) into `state`, which is rewritten in place. Memory is bounded by the chunk.
 
     `passes` fixes their number, settled or not: for measuring. What was read then is exact only if they sufficed.
-    `memories` takes those of all positions in, part after part.
+    `memories` takes those of all positions, piece by piece, each (B, n, D).
     """
     check_tokens(tokens, decoder.config.vocab_size)
     if tokens.shape[0] != state.batch_size:
@@ -88,62 +94,79 @@ def read_(
     report = ReadingReport(tokens=tokens.shape[1])
     if not tokens.shape[1]:
         return report
-    size = chunk or default_chunk(decoder.config)
-    for part in tokens.split(size, dim=1):
-        passing = chunk_of(decoder, part, state, size)
-        if decoder.config.memory == "none":
-            found = [read_without_memory_(passing, state, report)]
-        else:
-            found = read_chunk_(decoder, passing, state, tolerance, budget, passes, stride, report)
+    for part in tokens.split(chunk or default_chunk(decoder.config), dim=1):
+        with alone(decoder):
+            passing = chunk_of(decoder, part, state)
+            if decoder.config.memory == "none":
+                settled = read_without_memory_(passing, report)
+            else:
+                settled = read_chunk_(passing, tolerance, budget, passes, stride, report)
+            passing.commit_(state, settled)
+            kept = [passing.memory[:, :settled], *step_on_(decoder, part[:, settled:], state)]
+        report.stepped += part.shape[1] - settled
         if memories is not None:
-            memories += found
+            memories += kept
     return report
 
 
-def chunk_of(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState, size: int) -> Chunk:
-    if isinstance(decoder, Decoder):
-        return ChunkPass(decoder, tokens, state)
-    return decoder.chunk(tokens, state, repeated=tokens.shape[1] == size >= SMALLEST_RECORDED)
+def alone(decoder: Decoder | Reader) -> AbstractContextManager[object]:
+    """Recorded passes of a shape have one set of buffers, and threads may read at the same time."""
+    return nullcontext() if isinstance(decoder, Decoder) else decoder.lock
 
 
-def read_without_memory_(chunk: Chunk, state: DecoderState, report: ReadingReport) -> Tensor:
-    memory = chunk.run(None)
-    chunk.commit_(state, chunk.length)
+def chunk_of(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState) -> Chunk:
+    return ChunkPass(decoder, tokens, state) if isinstance(decoder, Decoder) else decoder.chunk(tokens, state)
+
+
+def read_without_memory_(chunk: Chunk, report: ReadingReport) -> int:
+    chunk.run(None)
     report.passes.append(1)
     report.changes.append([])
-    return memory
+    return chunk.length
 
 
 def read_chunk_(
-    decoder: Decoder | Reader,
-    chunk: Chunk,
-    state: DecoderState,
-    tolerance: float,
-    budget: int,
-    passes: int | None,
-    stride: int,
-    report: ReadingReport,
-) -> list[Tensor]:
-    """-> the memories (B, n, D) of its positions, in parts"""
-    memory = state.memory.new_zeros(*chunk.tokens.shape, state.memory.shape[-1])
-    changes: list[float] = []
-    settled = 0
+    chunk: Chunk, tolerance: float, budget: int, passes: int | None, stride: int, report: ReadingReport
+) -> int:
+    """Passes until the memories settle. -> how many positions, from the first on, have their memory now"""
+    memory = chunk.first_memory.new_zeros(*chunk.tokens.shape, chunk.first_memory.shape[-1])
+    changes: list[Tensor] = []
+    settled = chunk.length
     for number in range(1, (passes or min(budget, chunk.length)) + 1):
         before, memory = memory, one_pass(chunk, memory, 1 if number == 1 else stride)
-        changes.append(relative_change(before, memory))
-        # position t is exact after t passes
-        settled = min(number, chunk.length)
-        if passes is None and changes[-1] <= tolerance:
-            settled = chunk.length
+        changes.append(relative_changes(before, memory))
+        if passes is None and bool(have_settled(changes, tolerance).all()):
             break
-    settled = chunk.length if passes is not None else settled
+        if passes is None and exact_positions(number, stride) >= chunk.length:
+            break
+    else:
+        settled = chunk.length if passes is not None else exact_positions(number, stride)
     report.passes.append(number)
-    report.changes.append(changes)
-    chunk.commit_(state, settled)
-    # what a step returns may be a buffer that the next one writes over
-    stepped = [decoder.step_(chunk.tokens[:, slot], state)[:, None].clone() for slot in range(settled, chunk.length)]
-    report.stepped += chunk.length - settled
-    return [memory[:, :settled], *stepped]
+    report.changes.append([float(change.max()) for change in changes])
+    return settled
+
+
+def exact_positions(passes: int, stride: int) -> int:
+    """How many positions, from the first on, are exact whatever the weights: a pass on exact memories before it makes
+    one more, and so does each of its parts."""
+    return max(passes, stride * (passes - 1))
+
+
+def have_settled(changes: list[Tensor], tolerance: float) -> Tensor:
+    """Which rows have, by the changes (B,) of all passes so far. -> (B,)"""
+    settled = changes[-1] <= tolerance
+    if len(changes) < 3:
+        return settled
+    before, between, now = changes[-3:]
+    stalled = (now > STALLED * between) & (between > STALLED * before)
+    return settled | (stalled & (now <= ROUNDING * tolerance))
+
+
+def step_on_(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState) -> list[Tensor]:
+    """tokens (B, T), one after another. -> the memories of each, (B, 1, D)"""
+    if not isinstance(decoder, Decoder):
+        return decoder.step_on_(tokens, state)
+    return [decoder.step_(token, state)[:, None] for token in tokens.T]
 
 
 def one_pass(chunk: Chunk, memory: Tensor, stride: int) -> Tensor:
@@ -155,8 +178,8 @@ def one_pass(chunk: Chunk, memory: Tensor, stride: int) -> Tensor:
     return memory
 
 
-def relative_change(before: Tensor, after: Tensor) -> float:
-    """||after - before|| / ||after||, of the sequence that moved most."""
+def relative_changes(before: Tensor, after: Tensor) -> Tensor:
+    """||after - before|| / ||after|| of every row. (B, C, D) twice -> (B,)"""
     wide = torch.promote_types(after.dtype, torch.float32)
     moved = torch.linalg.vector_norm((after - before).flatten(1), dim=1, dtype=wide)
-    return float((moved / torch.linalg.vector_norm(after.flatten(1), dim=1, dtype=wide)).max())
+    return moved / torch.linalg.vector_norm(after.flatten(1), dim=1, dtype=wide)

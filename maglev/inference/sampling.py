@@ -1,6 +1,5 @@
 """From logits to the next token. Each sequence draws from its own generator, so neighbours do not matter."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from maglev.errors import RequestError
+from maglev.inference.checks import is_number, is_whole
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,15 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and 0 <= self.temperature <= 100):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = vars(self)[name]
+            if not is_number(value):
+                raise RequestError(f"{name} is {value!r}; it must be a number")
+        if not 0 <= self.temperature <= 100:
             raise RequestError(f"temperature is {self.temperature}; it must be from 0 (greedy) to 100")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
+        if not is_whole(self.top_k) or self.top_k < 0:
             raise RequestError(
-                f"top_k is {self.top_k}; it must be a whole number, at least 1, or 0 to keep every token"
+                f"top_k is {self.top_k!r}; it must be a whole number, at least 1, or 0 to keep every token"
             )
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from maglev.errors import RequestError, WorkError
 from maglev.files import atomic_path
+from maglev.inference.checks import is_whole
 from maglev.inference.reading import ReadingReport
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState, RingCache
@@ -46,8 +47,8 @@ class State:
 
     def fork(self, count: int) -> list["State"]:
         """Independent states that go on from here."""
-        if count < 1:
-            raise RequestError(f"fork({count}): ask for at least one state")
+        if not is_whole(count) or count < 1:
+            raise RequestError(f"fork({count!r}): ask for a whole number of states, at least one")
         return [self.clone() for _ in range(count)]
 
     def save(self, path: str | Path) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import RLock
 from typing import Protocol
 
 import torch
@@ -12,8 +12,10 @@ from maglev.inference.fast_step import FastDecoder, GraphStepper, bucket_for
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 
-# Buffers and graphs that wait for the next text. Those of a large batch are as large as its states.
+# Steppers that wait for the next text, and what their buffers may hold: those of a large batch are as large as its
+# states.
 KEPT = 4
+KEPT_BYTES = 4 << 30
 # Fewer tokens are read before a state is copied into a graph's buffers and back.
 LEAST_REPLAYED = 16
 
@@ -32,6 +34,13 @@ class Stepper(Protocol):
     def row(self, index: int) -> DecoderState: ...
 
     def state(self) -> DecoderState: ...
+
+    def end(self) -> None:
+        """Nothing goes on from here: let go of what only these rows needed."""
+
+    @property
+    def nbytes(self) -> int:
+        """What is still held after `end`."""
 
 
 class EagerStepper:
@@ -59,6 +68,13 @@ class EagerStepper:
     def state(self) -> DecoderState:
         return self.running.clone()
 
+    def end(self) -> None:
+        vars(self).pop("running", None)
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
 
 class Steppers:
     """The steppers of one model. Those lent at one time share weights alone; one that comes back is lent again."""
@@ -68,7 +84,8 @@ class Steppers:
         self.graphed = steps if isinstance(steps, FastDecoder) and steps.device.type == "cuda" else None
         # (rows it has room for, stepper), longest idle first
         self.idle: list[tuple[int, Stepper]] = []
-        self.lock = Lock()
+        # a text that the garbage collector closes gives its stepper back wherever this thread is
+        self.lock = RLock()
 
     @contextmanager
     def lend(self, rows: int) -> Iterator[Stepper]:
@@ -77,9 +94,23 @@ class Steppers:
         try:
             yield stepper
         finally:
-            with self.lock:
-                self.idle.append((room, stepper))
-                del self.idle[:-KEPT]
+            self.put_back(room, stepper)
+
+    def put_back(self, room: int, stepper: Stepper) -> None:
+        stepper.end()
+        if stepper.nbytes > KEPT_BYTES:
+            return
+        with self.lock:
+            self.idle.append((room, stepper))
+            while len(self.idle) > KEPT or sum(kept.nbytes for _, kept in self.idle) > KEPT_BYTES:
+                del self.idle[0]
+
+    def release(self) -> None:
+        """Let go of what waits for the next text or the next prompt."""
+        with self.lock:
+            self.idle.clear()
+        if isinstance(self.steps, FastDecoder):
+            self.steps.release()
 
     def take(self, room: int) -> Stepper:
         with self.lock:

@@ -1,18 +1,30 @@
 """Text that can be shown at once: whole characters, and nothing that may turn out to be a stop string."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from maglev.errors import RequestError
+from maglev.inference.checks import items_of
+
+# one text, several, or none
+Stop = str | Iterable[str] | None
+
+
+def stop_strings(stop: Stop) -> list[str]:
+    found = [stop] if isinstance(stop, str) else items_of("stop", () if stop is None else stop, "texts")
+    for text in found:
+        if not isinstance(text, str):
+            raise RequestError(f"a stop string is a {type(text).__name__}; it must be a text (str)")
+        if not text:
+            raise RequestError("a stop string is empty; leave it away or give it a character")
+    return found
 
 
 class TextStream:
     """Feed it the bytes of tokens; it gives back text that is safe to show. `stopped` says that a stop string came."""
 
-    def __init__(self, stop: str | Sequence[str] = ()) -> None:
-        self.stops = [stop] if isinstance(stop, str) else list(stop)
-        if any(not text for text in self.stops):
-            raise RequestError("a stop string is empty; leave it away or give it a character")
+    def __init__(self, stop: Stop = ()) -> None:
+        self.stops = stop_strings(stop)
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.held = ""
         self.stopped = False

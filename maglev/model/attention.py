@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from maglev.config import ModelConfig
 from maglev.model.layers import MLP, Linear
 from maglev.model.memory import MemoryFeatures, MemoryGates, Rotation
-from maglev.ops.inject import rms_norm, rotate
+from maglev.ops.inject import inject, rms_norm, rotate
+from maglev.ops.recompute import KEPT, Keeping
 
 
 class Attend(Protocol):
@@ -26,22 +27,35 @@ class Attention(nn.Module):
         self.output_proj = Linear(config.heads * config.head_dim, config.width)
         self.gates = MemoryGates(config) if config.memory == "kv" else None
 
-    def forward(self, x: Tensor, rotation: Rotation, memory: MemoryFeatures | None, attend: Attend) -> Tensor:
-        """x (B, T, D), already normalised. Without memory neither gate is applied: that is another function."""
-        query = rms_norm(rotate(self.query_proj(x).unflatten(-1, (-1, self.head_dim)), *rotation))
-        key = rms_norm(rotate(self.key_proj(x).unflatten(-1, (-1, self.head_dim)), *rotation))
-        value = self.value_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.gates is not None and memory is not None:
-            key, value = self.gates(x, key, value, memory)
+    def project(self, x: Tensor, gated: bool) -> tuple[Tensor, ...]:
+        """The residual stream (B, T, D) to query, key, value and, where there is memory, both gates' logits."""
+        x = rms_norm(x)
+        heads = [
+            proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.query_proj, self.key_proj, self.value_proj)
+        ]
+        return (*heads, *self.gates(x)) if gated and self.gates is not None else tuple(heads)
+
+    def forward(
+        self, x: Tensor, rotation: Rotation, memory: MemoryFeatures | None, attend: Attend, keeping: Keeping = KEPT
+    ) -> Tensor:
+        """x (B, T, D). Without memory neither gate is applied: that is another function."""
+        query, key, value, *logits = keeping.run(self.project, x, memory is not None)
+        if logits and memory is not None:
+            query, key, value = inject(query, key, value, *rotation, *memory, logits[0], logits[1], norm=keeping.norm)
+        else:
+            query, key = keeping.norm(rotate(query, *rotation)), keeping.norm(rotate(key, *rotation))
         return self.output_proj(attend(query, key, value).flatten(-2))
 
 
 class Block(nn.Module):
+    """`keeping` says what training keeps of a pass; it changes no result."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention = Attention(config)
         self.mlp = MLP(config.width)
+        self.keeping = KEPT
 
     def forward(self, x: Tensor, rotation: Rotation, memory: MemoryFeatures | None, attend: Attend) -> Tensor:
-        x = x + self.attention(rms_norm(x), rotation, memory, attend)
-        return x + self.mlp(rms_norm(x))
+        x = x + self.attention(x, rotation, memory, attend, self.keeping)
+        return x + self.mlp(x, self.keeping)

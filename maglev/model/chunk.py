@@ -75,6 +75,22 @@ class Chunk(ABC):
         state.memory = self.memory[:, count - 1].clone()
         state.position = state.position + count
 
+    def commit_rows_(self, state: DecoderState, counts: Tensor) -> None:
+        """`commit_` with a count (B,) of its own for every row, 0 among them: rows that are padded on the right."""
+        row = torch.arange(self.tokens.shape[0], device=self.tokens.device)[:, None]
+        for cache, span in zip(state.caches, self.spans, strict=True):
+            offset = torch.arange(min(span.window, self.length), device=self.tokens.device)
+            # as many positions back from a row's last: the slots differ, also of those that lie before the chunk
+            index = counts[:, None] - 1 - offset  # (B, K)
+            slots = (state.position[:, None] + index) % span.window
+            own = (index >= 0)[..., None, None]
+            source = span.history + index.clamp_min(0)
+            cache.key[row, slots] = torch.where(own, span.key[row, source], cache.key[row, slots])
+            cache.value[row, slots] = torch.where(own, span.value[row, source], cache.value[row, slots])
+        last = self.memory[row[:, 0], (counts - 1).clamp_min(0)]  # (B, D)
+        state.memory = torch.where((counts > 0)[:, None], last, state.memory)
+        state.position = state.position + counts
+
 
 class SpanAttend:
     """Some positions of a chunk: their K/V go into the span, and their queries see it."""

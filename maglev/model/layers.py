@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from maglev.ops.inject import rms_norm
+from maglev.ops.recompute import KEPT, Keeping
 from maglev.ops.reference import softcap
 
 
@@ -49,5 +50,12 @@ class MLP(nn.Module):
         self.up_proj = Linear(width, 4 * width)
         self.down_proj = Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.relu(self.up_proj(x)).square())
+    def enter(self, x: Tensor) -> Tensor:
+        return self.up_proj(rms_norm(x))
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.relu(hidden).square())
+
+    def forward(self, x: Tensor, keeping: Keeping = KEPT) -> Tensor:
+        """Of the residual stream."""
+        return keeping.run(self.leave, keeping.run(self.enter, x))

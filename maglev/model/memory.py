@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from maglev.config import ModelConfig
 from maglev.model.layers import Linear
-from maglev.ops.inject import gate, mix, rms_norm, rotate
+from maglev.ops.inject import rms_norm, rotate
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -44,13 +44,9 @@ class MemoryGates(nn.Module):
         self.local_gate = Linear(config.width, config.kv_heads)
         self.memory_gate = Linear(config.width, config.kv_heads)
 
-    def forward(
-        self, x: Tensor, local_key: Tensor, local_value: Tensor, memory: MemoryFeatures
-    ) -> tuple[Tensor, Tensor]:
-        local_gate, memory_gate = gate(self.local_gate(x)), gate(self.memory_gate(x))  # (B, T, G)
-        mixed_key = mix(local_key, memory.memory_key, local_gate, memory_gate)
-        mixed_value = mix(local_value, memory.memory_value, local_gate, memory_gate)
-        return mixed_key, mixed_value
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, (B, T, G) each; `gate` makes gates of them."""
+        return self.local_gate(x), self.memory_gate(x)
 
 
 def shift_right(memory: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -75,6 +75,11 @@ class DecoderState:
         caches = [RingCache(cache.key.clone(), cache.value.clone()) for cache in self.caches]
         return DecoderState(caches, self.memory.clone(), self.position.clone())
 
+    def to(self, dtype: torch.dtype, device: torch.device) -> "DecoderState":
+        """The same rows in another precision or place; what fits already is not copied."""
+        caches = [RingCache(cache.key.to(device, dtype), cache.value.to(device, dtype)) for cache in self.caches]
+        return DecoderState(caches, self.memory.to(device, dtype), self.position.to(device))
+
     @staticmethod
     def join(states: Sequence["DecoderState"]) -> "DecoderState":
         """One batch of many; rows keep their own positions."""
@@ -90,6 +95,18 @@ class DecoderState:
         at = slice(index, index + 1)
         caches = [RingCache(cache.key[at].clone(), cache.value[at].clone()) for cache in self.caches]
         return DecoderState(caches, self.memory[at].clone(), self.position[at].clone())
+
+    def rows(self, index: Tensor) -> "DecoderState":
+        """A copy of these rows (N,), in this order; a row that comes again is forked."""
+        caches = [RingCache(cache.key[index], cache.value[index]) for cache in self.caches]
+        return DecoderState(caches, self.memory[index], self.position[index])
+
+    def put_rows_(self, index: Tensor, rows: "DecoderState") -> None:
+        """Write `rows` over these ones (N,)."""
+        for cache, source in zip(self.caches, rows.caches, strict=True):
+            cache.key[index], cache.value[index] = source.key, source.value
+        self.memory = self.memory.index_copy(0, index, rows.memory)
+        self.position = self.position.index_copy(0, index, rows.position)
 
     def fork(self, count: int) -> list["DecoderState"]:
         """Independent copies: what happens to one is not seen by another."""

@@ -3,6 +3,8 @@
 The first pass has zero memory, gates on. Its loss and those of all later passes count equally.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,22 +16,24 @@ from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attenti
 
 
 class Buffer:
-    """One layer's mixed K/V of all positions. A pass over a subset writes its own entries, then sees them all."""
+    """One layer's mixed K/V of all positions as a pass leaves them: those of the pass before with its own written in.
 
-    def __init__(self) -> None:
+    What the pass before left stays as it was, so that a pass which is run again, to recompute it, gives the same.
+    """
+
+    def __init__(self, plan: AttentionPlan, before: "Buffer | None") -> None:
+        self.plan, self.before = plan, before
         self.key: Tensor | None = None
         self.value: Tensor | None = None
-        self.plan: AttentionPlan | None = None
 
     def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
-        assert self.plan is not None
-        if self.key is None or self.value is None:
-            self.key, self.value = mixed_key, mixed_value
-        else:
+        if self.before is not None:
+            assert self.before.key is not None and self.before.value is not None
             # out of place, so that gradients reach both what stays and what is replaced
-            self.key = scatter(self.key, mixed_key, self.plan.queries)
-            self.value = scatter(self.value, mixed_value, self.plan.queries)
-        return windowed_attention(query, self.key, self.value, self.plan)
+            mixed_key = scatter(self.before.key, mixed_key, self.plan.queries)
+            mixed_value = scatter(self.before.value, mixed_value, self.plan.queries)
+        self.key, self.value = mixed_key, mixed_value
+        return windowed_attention(query, mixed_key, mixed_value, self.plan)
 
 
 def scatter(into: Tensor, values: Tensor, positions: range) -> Tensor:
@@ -61,16 +65,18 @@ class LRTObjective(Objective):
     def interleaved(self, tokens: Tensor, targets: Tensor, documents: Documents) -> list[Tensor]:
         """A full pass that keeps every layer's K/V, then S passes over the positions p with p mod S = i."""
         length = tokens.shape[1]
-        buffers = [Buffer() for _ in self.decoder.config.windows]
+        before: Sequence[Buffer | None] = [None] * len(self.decoder.blocks)
         memory = self.zero_memory(tokens)
         losses = []
         subsets = [range(first, length, self.passes) for first in range(min(self.passes, length))]
         for positions in [range(length), *subsets]:
-            self.plan(buffers, positions, documents, tokens)
+            plans = self.plans(positions, documents, tokens)
+            buffers = [Buffer(plan, own) for plan, own in zip(plans, before, strict=True)]
             at = slice(positions.start, None, positions.step)
             previous_memory = shift_right(memory, documents.memory_keep)[:, at]
             slots = torch.arange(length, device=tokens.device)[at]
             fresh = self.decoder.run(tokens[:, at], slots, previous_memory, buffers)
+            before = buffers
             memory = scatter(memory, fresh, positions)
             losses.append(next_token_loss(self.decoder, fresh, targets[:, at]))
         return losses
@@ -79,7 +85,7 @@ class LRTObjective(Objective):
         width, dtype = self.decoder.config.width, self.decoder.compute_dtype
         return torch.zeros(*tokens.shape, width, dtype=dtype, device=tokens.device)
 
-    def plan(self, buffers: list[Buffer], positions: range, documents: Documents, tokens: Tensor) -> None:
+    def plans(self, positions: range, documents: Documents, tokens: Tensor) -> list[AttentionPlan]:
         windows = self.decoder.config.windows
         starts = documents.attention_starts
         if starts is not None:
@@ -98,5 +104,4 @@ class LRTObjective(Objective):
             )
 
         plans = {window: plan_for(window) for window in set(windows)}
-        for buffer, window in zip(buffers, windows, strict=True):
-            buffer.plan = plans[window]
+        return [plans[window] for window in windows]

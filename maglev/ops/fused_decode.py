@@ -51,7 +51,7 @@ def begin_kernel(  # type: ignore[no-untyped-def]
     """Embedding and norm of one row, and its angles from the exact phase: position x frequency wraps in 64 bits."""
     previous_kernel(EARLY)
     next_kernel(EARLY)
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_BLOCK)
     token = tl.load(token_ptr + row) + tl.zeros_like(column).to(tl.int64)
     keep = column < WIDTH
@@ -77,7 +77,7 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     """The norm of one row by itself: after the last layer, and before the products of a large batch."""
     previous_kernel(EARLY)
     next_kernel(EARLY)
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     keep = column < WIDTH
     offset = row * WIDTH + column

@@ -101,36 +101,15 @@ def finished(total, base_ptr, offset, keep, cap, EPILOGUE: tl.constexpr):  # typ
 
 
 @triton.jit
-def widened(weight, EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Weights as float32. Converting integers is slow on these GPUs: a byte b becomes the last one of 2^23 + 128 + b,
-    four at a time, and the rest is taken off."""
-    if EARLY and weight.dtype == tl.int8:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 shifted, byte;
-            xor.b32 shifted, $4, 0x80808080;
-            prmt.b32 byte, shifted, 0x4B000000, 0x7440;
-            mov.b32 $0, byte;
-            prmt.b32 byte, shifted, 0x4B000000, 0x7441;
-            mov.b32 $1, byte;
-            prmt.b32 byte, shifted, 0x4B000000, 0x7442;
-            mov.b32 $2, byte;
-            prmt.b32 byte, shifted, 0x4B000000, 0x7443;
-            mov.b32 $3, byte;
-            sub.f32 $0, $0, 0f4B000080;
-            sub.f32 $1, $1, 0f4B000080;
-            sub.f32 $2, $2, 0f4B000080;
-            sub.f32 $3, $3, 0f4B000080;
-            }
-            """,
-            "=f,=f,=f,=f,r",
-            [weight],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
-    return weight.to(tl.float32)
+def widened(weight):  # type: ignore[no-untyped-def]
+    """Weights as float32. Converting integers is slow on these GPUs: an int8 b becomes the last byte of the float
+    2^23 + 128 + b, and the rest is taken off."""
+    if weight.dtype == tl.int8:
+        bits = (weight.to(tl.int32) & 0xFF) ^ 0x4B000080
+        wide = bits.to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        wide = weight.to(tl.float32)
+    return wide
 
 
 @triton.jit
@@ -168,7 +147,7 @@ def vector_kernel(  # type: ignore[no-untyped-def]
             # by the first program alone
             tl.store(scaled_ptr + column, x, mask=column + tl.program_id(0) * K < K)
         wide = x.to(tl.float32)
-        total += widened(weights[number], EARLY) * wide[None, :]
+        total += widened(weights[number]) * wide[None, :]
         if NORM:
             squares += wide * wide
     result = tl.sum(total, axis=1) * row_scale
@@ -229,7 +208,7 @@ def batch_kernel(  # type: ignore[no-untyped-def]
         offset = lane[:, None].to(tl.int64) * K + column[None, :]
         x = tl.load(x_ptr + offset, mask=present[:, None] & keep[None, :], other=0.0)
         if EIGHT_BITS:
-            weight = widened(weight, EARLY).to(x.dtype)
+            weight = widened(weight).to(x.dtype)
         total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
     inside = present[None, :] & (row < rows)[:, None]
     if SPLITS > 1:

@@ -72,8 +72,9 @@ def window_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([QUERIES, BLOCK], dtype=tl.float32)
     for slot in range(start, end, KEYS):
         entry = slot + tl.arange(0, KEYS)
-        there = (entry < end)[:, None] & (dim < DIM)[None, :]
-        place = entry[:, None] * stride + dim[None, :]
+        # empty entries hold anything, and a chance of 0 times NaN is NaN: they are not read
+        there = ((entry >= begin) & (entry < end))[:, None] & (dim < DIM)[None, :]
+        place = entry.to(tl.int64)[:, None] * stride + dim[None, :]
         key = tl.load(key_ptr + place, mask=there, other=0.0)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         seen = (entry[None, :] <= at[:, None]) & (entry[None, :] > at[:, None] - window) & (entry >= begin)[None, :]

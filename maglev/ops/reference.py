@@ -20,6 +20,25 @@ def mix(local: Tensor, memory: Tensor, local_gate: Tensor, memory_gate: Tensor) 
     return local_gate.unsqueeze(-1) * local + memory_gate.unsqueeze(-1) * memory
 
 
+def inject(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    memory_key: Tensor,
+    memory_value: Tensor,
+    local_logits: Tensor,
+    memory_logits: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Projections (B, T, H or G, Dh), memory features (B, T, G, Dh) and gates before their sigmoid (B, T, G) to queries
+    and to mixed keys and values. Memory keys come normalised and rotated; gates are 2 * sigmoid."""
+    local_gate, memory_gate = 2 * local_logits.sigmoid(), 2 * memory_logits.sigmoid()
+    query, key = rms_norm(rotate(query, cos, sin)), rms_norm(rotate(key, cos, sin))
+    mixed_key = mix(key, memory_key, local_gate, memory_gate)
+    return query, mixed_key, mix(value, memory_value, local_gate, memory_gate)
+
+
 def visible(keys: int, window: int, queries: range, starts: Tensor | None, device: torch.device) -> Tensor:
     """Which keys each query sees: the last `window` up to and including its own, none before its start."""
     at = torch.arange(queries.start, queries.stop, queries.step, device=device)[:, None]  # (Q, 1)

@@ -2,10 +2,12 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maglev.errors import RequestError, WorkError
+from maglev.train.meeting import fresh_store
 
 try:
     from torch.distributed import all_gather_single
@@ -20,9 +23,9 @@ except ImportError:
     # its name before torch 2.13, where it warns
     from torch.distributed import all_gather_into_tensor as all_gather_single
 
-# Long enough for rank 0 to write a large checkpoint while the others wait.
-TIMEOUT = timedelta(minutes=30)
 BUCKET_ELEMENTS = 1 << 25
+# what Gloo's and NCCL's own errors have in common
+TRANSPORT = re.compile("gloo|nccl|ProcessGroup", re.IGNORECASE)
 
 Result = TypeVar("Result")
 
@@ -47,8 +50,11 @@ class Ranks:
         return self.rank == 0
 
 
-def start(device: str, init_method: str = "env://", timeout: timedelta = TIMEOUT) -> Ranks:
-    """Take the place that torchrun gave this process; without torchrun it is the only rank."""
+def start(device: str, timeout: timedelta) -> Ranks:
+    """Take the place that torchrun gave this process; without torchrun it is the only rank.
+
+    A message that takes longer than `timeout` is lost, and ends this rank.
+    """
     rank, world, local_rank = read_place(os.environ)
     chosen = resolve_device(device, world, local_rank)
     if chosen.type == "cuda":
@@ -57,7 +63,7 @@ def start(device: str, init_method: str = "env://", timeout: timedelta = TIMEOUT
         try:
             dist.init_process_group(
                 "nccl" if chosen.type == "cuda" else "gloo",
-                init_method=init_method,
+                store=fresh_store(rank, world, timeout),
                 rank=rank,
                 world_size=world,
                 timeout=timeout,
@@ -75,6 +81,13 @@ def start(device: str, init_method: str = "env://", timeout: timedelta = TIMEOUT
 def stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    """The end of a run, good or bad. NCCL's good end waits for the other ranks, which a failed one must not."""
+    if kind is not None and dist.is_initialized() and dist.get_backend() == "nccl" and dist.group.WORLD is not None:
+        dist.group.WORLD.abort()
+    stop()
 
 
 def read_place(environment: Mapping[str, str]) -> tuple[int, int, int]:
@@ -130,11 +143,28 @@ def exchange() -> Iterator[None]:
     """A message that does not get through means that another rank is gone."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        raise WorkError(
-            f"rank {rank_and_world()[0]} lost another rank, whose own message says why ({first_line(error)}); "
-            "start all of them again with --resume"
-        ) from error
+        raise lost(error) from error
+
+
+@contextmanager
+def work_with_messages() -> Iterator[None]:
+    """The same around work that may fail by itself, too: only the transport's own errors tell of another rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not TRANSPORT.search(str(error)):
+            raise
+        raise lost(error) from error
+
+
+def lost(error: RuntimeError) -> WorkError:
+    return WorkError(
+        f"rank {rank_and_world()[0]} lost another rank, whose own message says why ({first_line(error)}); "
+        "start all of them again with --resume"
+    )
 
 
 def first_line(error: Exception) -> str:
@@ -222,6 +252,19 @@ def gather_stack(share: Tensor) -> Tensor:
     with exchange():
         all_gather_single(joined, share.contiguous())
     return joined
+
+
+def gather_texts(text: str) -> list[str]:
+    """Of every rank, in rank order. As bytes: torch's own gathering of objects pickles them."""
+    if not dist.is_initialized():
+        return [text]
+    content = text.encode()
+    longest = largest_over_ranks(len(content))
+    # the length ahead of the text: 8 bytes
+    row = len(content).to_bytes(8, "big") + content.ljust(longest, b" ")
+    rows = gather_stack(torch.frombuffer(bytearray(row), dtype=torch.uint8).to(message_device())[None])  # (world, 8+L)
+    contents = [bytes(row.tolist()) for row in rows.cpu()]
+    return [content[8 : 8 + int.from_bytes(content[:8], "big")].decode() for content in contents]
 
 
 def sum_tensors_over_ranks(tensors: Sequence[Tensor]) -> None:

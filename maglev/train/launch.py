@@ -5,11 +5,12 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from maglev import files
-from maglev.config import RunConfig, canonical_json
+from maglev.config import RunConfig, TrainConfig, canonical_json, parse_value
 from maglev.data.shards import open_data
 from maglev.errors import RequestError
 from maglev.recipes import run_config
@@ -17,13 +18,14 @@ from maglev.runs import BAD_BATCHES, CONFIG, RECALL, TOKENIZER, read_config
 from maglev.train import distributed
 from maglev.train.loop import Trainer, Watch
 from maglev.train.metrics import writing
+from maglev.train.sharding import make_mesh
 from maglev.train.signals import interruption
 from maglev.train.task import Task, Text
 
 # what may differ when a run is resumed: it changes where and how fast things are computed, at most their rounding
 FREE_ON_RESUME = {
     "device", "checkpoint_every", "keep_checkpoints", "validate_every", "validation_rows", "log_every",
-    "tensorboard", "compile", "max_bad_steps", "threads", "rows_per_pass",
+    "tensorboard", "compile", "max_bad_steps", "threads", "rows_per_pass", "recompute", "sharding", "timeout",
 }  # fmt: skip
 # what the tokens of a run mean; each kind of task has its own
 MEANINGS = (TOKENIZER, RECALL)
@@ -109,6 +111,12 @@ def refuse_other_run(run: Path, before: RunConfig, now: RunConfig) -> None:
                 )
 
 
+def longest_wait(settings: dict[str, Any]) -> timedelta:
+    """Read ahead of all else, since it is how long ranks wait to meet, too."""
+    seconds = parse_value("train.timeout", settings.get("train.timeout", TrainConfig.timeout), int)
+    return timedelta(seconds=TrainConfig(timeout=seconds).timeout)
+
+
 def train(
     recipe: str,
     data: str | Path | Task,
@@ -124,20 +132,21 @@ def train(
     `data` is the folder of a text, or a task of another kind.
     """
     wanted = settings or {}
-    ranks = distributed.start(str(wanted.get("train.device", "auto")))
+    ranks = distributed.start(str(wanted.get("train.device", "auto")), longest_wait(wanted))
 
     def request() -> tuple[Task, RunConfig]:
         task: Task = Text(open_data(data)) if isinstance(data, str | Path) else data
         return task, configure(recipe, depth, wanted, task)
 
     with ExitStack() as held:
-        held.callback(distributed.stop)
+        held.push(distributed.leave)
         task, config = distributed.together(request)
         distributed.all_agree(canonical_json(asdict(config)), "configuration")
         distributed.all_agree(task.fingerprint, "data")
         distributed.together(lambda: claim_run(run, config, task, resume, held) if ranks.is_main else None)
         noted = held.enter_context(interruption())
-        trainer = distributed.together(lambda: Trainer(config, task, run, ranks, watch))
+        mesh = make_mesh(config, ranks)
+        trainer = distributed.together(lambda: Trainer(config, task, run, ranks, watch, mesh))
         held.callback(trainer.close)
         trainer.load()
         distributed.together(lambda: begin_run(run, config, task) if ranks.is_main else None)

@@ -3,7 +3,6 @@
 A step is a function of the weights, the optimizer's state and the step's index; nothing else has to be restored.
 """
 
-import math
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,24 +11,26 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from maglev import checkpoint, files
 from maglev.config import LRTConfig, RunConfig
 from maglev.data.loader import Batch
 from maglev.errors import RequestError, WorkError
-from maglev.evaluate.bpb import documents_of
 from maglev.evaluate.diagnostics import loop_diagnostics
 from maglev.model.accounting import objective_flops, training_steps
+from maglev.objectives import Objective
 from maglev.objectives.lrt import LRTObjective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.ops import attention
 from maglev.runs import BAD_BATCHES
-from maglev.train import distributed, schedule
+from maglev.train import distributed, saving, schedule
 from maglev.train.distributed import Ranks
 from maglev.train.metrics import MetricsLog, writing
 from maglev.train.optimizer import Optimizer
 from maglev.train.param_groups import build_param_groups
-from maglev.train.setup import build_for_training, compute_dtype, rows_of_step, rows_per_pass, start_from
+from maglev.train.passes import Passes, StepLosses
+from maglev.train.setup import build_for_training, compute_dtype, rows_of_step, start_from
 from maglev.train.signals import Interruption
 from maglev.train.speed import clock, matrix_rate
 from maglev.train.task import Task, Validation
@@ -59,30 +60,20 @@ class Progress:
     data: str = ""
 
 
-@dataclass(frozen=True)
-class StepLosses:
-    """Means over the targets of the global batch, the same on every rank."""
-
-    total: float
-    next_token: float
-    consistency: float
-    gradient_norm: float
-
-    @property
-    def finite(self) -> bool:
-        return all(map(math.isfinite, asdict(self).values()))
-
-
 class Trainer:
-    def __init__(self, config: RunConfig, task: Task, run: Path, ranks: Ranks, watch: Watch) -> None:
+    """`mesh` holds the ranks that parameters are divided over; without one each rank holds all of them."""
+
+    def __init__(
+        self, config: RunConfig, task: Task, run: Path, ranks: Ranks, watch: Watch, mesh: DeviceMesh | None = None
+    ) -> None:
         self.config, self.task, self.run, self.ranks, self.watch = config, task, run, ranks, watch
+        self.divided = mesh is not None
         self.device = ranks.device
         self.steps = training_steps(config)
         self.loader = task.rows(config.model.context, config.train.seed)
         self.validation = self.open_validation()
         self.rows = rows_of_step(config, ranks.world)
-        self.rows_per_pass = rows_per_pass(config, self.rows, self.device)
-        self.objective = build_for_training(config, self.device)
+        self.objective = build_for_training(config, self.device, mesh)
         self.optimizer = Optimizer(
             build_param_groups(
                 self.objective.named_parameters(),
@@ -93,6 +84,7 @@ class Trainer:
             ),
             compiled=self.device.type == "cuda" and config.train.compile != "off",
         )
+        self.passes = Passes(config, self.objective, self.optimizer, ranks, self.rows, self.divided, watch.say)
         self.progress = Progress(data=self.loader.fingerprint)
         self.saved_step = self.validated_step = -1
         self.memory_source = training_source(self.objective)
@@ -126,6 +118,10 @@ class Trainer:
         if distributed.largest_over_ranks(int(validated)):
             self.validated_step = self.progress.step
         self.matrix_rate = matrix_rate(self.device, compute_dtype(self.config, self.device))
+        self.fit_rows()
+
+    def fit_rows(self) -> None:
+        self.passes.fit(lambda: self.loader.batch(self.rows_of(self.progress.step)))
 
     def open_metrics(self) -> None:
         if self.ranks.is_main:
@@ -149,33 +145,33 @@ class Trainer:
             raise RequestError(
                 f"{self.run} was trained on other data than {self.task.source}; resume it with the same data"
             )
-        self.objective.decoder.load_state_dict(found.tensors("decoder"))
-        if isinstance(self.objective, MaglevObjective):
-            self.objective.prefiller.load_state_dict(found.tensors("prefiller"))
-        self.optimizer.load_state_tensors(found.tensors("optimizer"))
+        saving.restore(found, self.objective, self.optimizer)
         self.progress = progress
         self.saved_step = progress.step
         self.watch.say(f"resumed at step {progress.step} of {self.steps}")
 
     def save(self) -> None:
-        if self.saved_step != self.progress.step:
-            optimizer = self.optimizer.state_tensors()
-            distributed.together(lambda: self.write_checkpoint(optimizer))
-            self.saved_step = self.progress.step
-
-    def write_checkpoint(self, optimizer: dict[str, Tensor]) -> None:
-        if self.metrics is None:
+        step = self.progress.step
+        if self.saved_step == step:
             return
-        self.metrics.sync()
-        tensors: dict[str, dict[str, Tensor]] = {
-            "decoder": self.objective.decoder.state_dict(),
-            "optimizer": optimizer,
-        }
-        if isinstance(self.objective, MaglevObjective):
-            tensors["prefiller"] = self.objective.prefiller.state_dict()
         # while steps fail the weights may be broken: older checkpoints stay until one succeeds
         keep = sys.maxsize if self.progress.bad_in_a_row else self.config.train.keep_checkpoints
-        checkpoint.save(self.run, self.progress.step, tensors, asdict(self.progress), keep)
+        state = asdict(self.progress)
+        if self.divided:
+            saving.save_divided(self.run, step, self.objective, self.optimizer, state, keep, self.sync_metrics)
+        else:
+            optimizer = self.optimizer.state_tensors()
+            distributed.together(lambda: self.save_whole(optimizer, state, keep))
+        self.saved_step = step
+
+    def save_whole(self, optimizer: dict[str, Tensor], state: dict[str, Any], keep: int) -> None:
+        if self.ranks.is_main:
+            self.sync_metrics()
+            saving.save_whole(self.run, self.progress.step, self.objective, optimizer, state, keep)
+
+    def sync_metrics(self) -> None:
+        if self.metrics is not None:
+            self.metrics.sync()
 
     def train(self, interruption: Interruption) -> int:
         """Run to the end, or to a signal, whose number is returned. What was done is saved either way."""
@@ -188,8 +184,7 @@ class Trainer:
                 self.save()
                 return signal
             if self.validation_due():
-                distributed.together(self.validate)
-                self.validated_step = self.progress.step
+                self.validate()
                 continue
             self.one_step()
             if self.progress.step == self.steps or self.progress.step % self.config.train.checkpoint_every == 0:
@@ -199,7 +194,7 @@ class Trainer:
         began = clock(self.device)
         step = self.progress.step
         batch = distributed.together(lambda: self.loader.batch(self.rows_of(step)))
-        losses, targets = self.accumulate(batch)
+        losses, targets = self.passes.gradients(batch)
         self.progress.step = step + 1
         self.progress.tokens += targets
         skipped = not losses.finite
@@ -212,7 +207,7 @@ class Trainer:
             )
             if self.ranks.world > 1:
                 # only now do the gradients hold their sums over the ranks
-                losses = replace(losses, gradient_norm=self.gradient_norm())
+                losses = replace(losses, gradient_norm=self.passes.gradient_norm())
         else:
             self.progress.bad_steps += 1
             self.progress.bad_in_a_row += 1
@@ -237,27 +232,6 @@ class Trainer:
         """Every rank takes its own rows of the step; together they are the same rows for any number of ranks."""
         first = step * self.rows * self.ranks.world + self.ranks.rank * self.rows
         return range(first, first + self.rows)
-
-    def accumulate(self, batch: Batch) -> tuple[StepLosses, int]:
-        """Gradients of the mean over the global batch, a pass at a time; summed over ranks by the optimizer."""
-        mine = float((batch.targets >= 0).sum())
-        everyone = distributed.sum_over_ranks([mine])[0]
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        for first in range(0, self.rows, self.rows_per_pass):
-            part = Batch(*(array[first : first + self.rows_per_pass] for array in batch))
-            tokens = torch.from_numpy(part.tokens).to(self.device, non_blocking=True)
-            targets = torch.from_numpy(part.targets).to(self.device, non_blocking=True)
-            losses = self.objective(tokens, targets, documents_of(part, self.config.data, self.device))
-            share = float((part.targets >= 0).sum()) / max(everyone, 1.0)
-            (losses.total * share).backward()
-            means = torch.stack([losses.total, losses.next_token, losses.consistency])
-            sums += means.detach().double() * share
-        total, next_token, consistency, norms = distributed.sum_over_ranks([*sums.tolist(), self.gradient_norm()])
-        return StepLosses(total, next_token, consistency, norms), int(everyone)
-
-    def gradient_norm(self) -> float:
-        gradients = [p.grad for p in self.objective.parameters() if p.grad is not None]
-        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
 
     def keep_bad_batch(self, batch: Batch) -> None:
         """Skip the step, keep what led there."""
@@ -299,14 +273,21 @@ class Trainer:
         return step % train.validate_every == 0 or step == self.steps
 
     def validate(self) -> None:
+        """All ranks together; rank 0 measures, with the weights of all."""
+        objective = self.objective
+        whole = saving.whole_copy(self.config, objective, self.device) if self.divided else objective
+        distributed.together(lambda: self.measure(whole))
+        self.validated_step = self.progress.step
+
+    def measure(self, objective: Objective | None) -> None:
         """By memory source, on part of what was held back."""
         validation, step = self.validation, self.progress.step
-        if self.metrics is None or validation is None:
+        if self.metrics is None or validation is None or objective is None:
             return
-        self.objective.eval()
-        values = validation.measure(self.objective, self.rows_per_pass, self.config.data)
-        loop = self.measure_loop(validation)
-        self.objective.train()
+        objective.eval()
+        values = validation.measure(objective, self.passes.rows_per_pass, self.config.data)
+        loop = self.measure_loop(objective, validation)
+        objective.train()
         named = {f"{validation.metric}_{source}": value for source, value in values.items()}
         if "lifted" in values:
             named[f"{validation.metric}_recurrent_minus_lifted"] = values["recurrent"] - values["lifted"]
@@ -316,12 +297,12 @@ class Trainer:
             shown += f"; of a disturbance a step leaves {loop['contraction_step']:.2f}"
         self.watch.say(f"step {step}: {validation.words} {shown}")
 
-    def measure_loop(self, validation: Validation) -> dict[str, Any]:
+    def measure_loop(self, objective: Objective, validation: Validation) -> dict[str, Any]:
         """Whether the recurrence holds, where there is one."""
-        if self.objective.decoder.injection is None:
+        if objective.decoder.injection is None:
             return {}
         tokens = validation.tokens(DIAGNOSTIC_ROWS).to(self.device)
-        return asdict(loop_diagnostics(self.objective.decoder, tokens))
+        return asdict(loop_diagnostics(objective.decoder, tokens))
 
     def close(self) -> None:
         if self.metrics is not None:
@@ -332,10 +313,11 @@ class Trainer:
         recipe, depth, tokens = self.config.recipe, self.config.model.depth, self.config.train.tokens_per_step
         epochs = self.steps * tokens / self.loader.tokens_per_epoch
         share = f"{epochs:.2f} passes over the data" if epochs else f"no row twice, of {self.task.source}"
-        passes = self.rows // self.rows_per_pass
+        size = self.passes.rows_per_pass
         return [
             f"{recipe}, depth {depth}: {self.steps} steps of {tokens:,} tokens ({share}), "
-            f"{passes} x {self.rows_per_pass} rows per rank on {self.device}",
+            f"{self.rows // size} x {size} rows per rank on {self.device}"
+            + (f", parameters divided over {self.ranks.world} ranks" if self.divided else ""),
             attention.describe(self.device.type) + self.exceptions(),
         ]
 

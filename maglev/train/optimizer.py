@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maglev.checkpoint import Part, Readable
 from maglev.errors import RequestError
 from maglev.train.distributed import gather_stack, rank_and_world, sum_tensors_over_ranks
 from maglev.train.param_groups import AdamWGroup, MuonGroup, ParamGroup
+from maglev.train.sharding import RowExchange, is_sharded, local, own_rows, split_rows
 
 Scalar = float | Tensor
 Coefficients = tuple[float, float, float]
@@ -104,11 +106,39 @@ def muon_update(
     decay: Callable[[Tensor, Tensor], Tensor] = cautious_decay,
 ) -> None:
     """One Muon step for a stack of matrices (N, R, C); `beta2=None` leaves the second moment out."""
-    update = orthogonalise(nesterov(gradient, momentum_buffer, momentum))
-    if beta2 is not None:
-        assert second_moment is not None
-        update = even_out(update, second_moment, beta2)
+    update = muon_direction(
+        gradient, momentum_buffer, second_moment, momentum=momentum, beta2=beta2, orthogonalise=orthogonalise
+    )
     lr = lr * shape_factor(*parameter.shape[-2:])
+    descend(parameter, update, lr=lr, weight_decay=weight_decay, decay=decay)
+
+
+def muon_direction(
+    gradient: Tensor,
+    momentum_buffer: Tensor,
+    second_moment: Tensor | None,
+    *,
+    momentum: Scalar,
+    beta2: float | None,
+    orthogonalise: Callable[[Tensor], Tensor] = polar_express,
+) -> Tensor:
+    """The part of a step that needs whole matrices (N, R, C)."""
+    update = orthogonalise(nesterov(gradient, momentum_buffer, momentum))
+    if beta2 is None:
+        return update
+    assert second_moment is not None
+    return even_out(update, second_moment, beta2)
+
+
+def descend(
+    parameter: Tensor,
+    update: Tensor,
+    *,
+    lr: Scalar,
+    weight_decay: Scalar,
+    decay: Callable[[Tensor, Tensor], Tensor] = cautious_decay,
+) -> None:
+    """The part of a step that takes any rows of the matrices."""
     parameter.sub_(lr * (update + weight_decay * decay(parameter, update)))
 
 
@@ -137,6 +167,14 @@ def adamw_update(
     torch._foreach_addcdiv_(parameters, means, denominators, -lr / (1 - beta1**step))
 
 
+class Rules:
+    """What a Muon step computes, compiled or not."""
+
+    def __init__(self, compiled: bool) -> None:
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = compile_rule if compiled else lambda rule: rule
+        self.update, self.direction, self.descend = wrap(muon_update), wrap(muon_direction), wrap(descend)
+
+
 class MuonStack:
     """Matrices of one shape; rank r updates the r-th share of them and keeps the state of no other."""
 
@@ -147,31 +185,43 @@ class MuonStack:
         self.parameters = [parameter for _, parameter in members]
         count = len(members)
         self.share = -(-count // world)
-        self.owned = slice(min(rank * self.share, count), min((rank + 1) * self.share, count))
+        owned = split_rows(count, world)
+        self.owned = slice(owned[rank].start, owned[rank].stop)
 
         first = self.parameters[0]
         rows, columns = first.shape
-        owned_count = self.owned.stop - self.owned.start
         reduced = (rows, 1) if second_moment_axis(rows, columns) == -1 else (1, columns)
-        self.momentum = first.new_zeros(owned_count, rows, columns, requires_grad=False)
-        self.second_moment = first.new_zeros(owned_count, *reduced, requires_grad=False)
+        self.momentum = local(first).new_zeros(len(owned[rank]), rows, columns)
+        self.second_moment = local(first).new_zeros(len(owned[rank]), *reduced)
+        self.exchange = RowExchange(rows, columns, owned) if is_sharded(first) else None
 
-    def update(self, rule: Callable[..., None], lr: float, momentum: float, weight_decay: float) -> None:
+    def update(self, rules: Rules, lr: float, momentum: float, weight_decay: float) -> None:
+        # 0-d tensors: a compiled rule takes their values as they come
+        rates = {"lr": self.momentum.new_full((), lr), "weight_decay": self.momentum.new_full((), weight_decay)}
+        changing = {"momentum": self.momentum.new_full((), momentum), "beta2": self.group.beta2}
+        if self.exchange is not None:
+            self.update_rows(self.exchange, rules, rates, changing)
+            return
         owned = self.parameters[self.owned]
         stacked = torch.empty_like(self.momentum)  # (owned, R, C)
         if owned:
             torch.stack(owned, out=stacked)
-            rule(
-                stacked,
-                torch.stack([gradient_of(parameter) for parameter in owned]),
-                self.momentum,
-                self.second_moment,
-                lr=stacked.new_full((), lr),
-                momentum=stacked.new_full((), momentum),
-                weight_decay=stacked.new_full((), weight_decay),
-                beta2=self.group.beta2,
-            )
+            gradients = torch.stack([gradient_of(parameter) for parameter in owned])
+            rules.update(stacked, gradients, self.momentum, self.second_moment, **rates, **changing)
         torch._foreach_copy_(self.parameters, list(self.gather(stacked)))
+
+    def update_rows(self, exchange: RowExchange, rules: Rules, rates: dict[str, Any], changing: dict[str, Any]) -> None:
+        """Gradients go to the owners of the matrices, directions come back; weights stay where their rows are."""
+        direction = exchange.to_owners([local(gradient_of(parameter)) for parameter in self.parameters])
+        if len(direction):
+            direction = rules.direction(direction, self.momentum, self.second_moment, **changing)
+        rows = exchange.from_owners(direction)  # (N, rows, C)
+        if rows.numel():
+            weights = [local(parameter) for parameter in self.parameters]
+            stacked = torch.stack(weights)
+            rates["lr"] *= shape_factor(*self.parameters[0].shape)
+            rules.descend(stacked, rows, **rates)
+            torch._foreach_copy_(weights, list(stacked))
 
     def gather(self, owned: Tensor) -> Tensor:
         """This rank's part (owned, ...) to the whole (N, ...)."""
@@ -179,11 +229,12 @@ class MuonStack:
         padded = torch.cat([owned, owned.new_zeros(missing, *owned.shape[1:])]) if missing else owned
         return gather_stack(padded)[: len(self.parameters)]
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Part]:
         """This rank's part of the state, by name: views to copy from or into."""
         own = self.names[self.owned]
         tensors = {f"momentum/{name}": tensor for name, tensor in zip(own, self.momentum)}
-        return tensors | {f"second_moment/{name}": tensor for name, tensor in zip(own, self.second_moment)}
+        tensors |= {f"second_moment/{name}": tensor for name, tensor in zip(own, self.second_moment)}
+        return {name: Part(tensor, 0, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def whole_state(self) -> dict[str, Tensor]:
         """The state of all ranks, by name."""
@@ -193,19 +244,19 @@ class MuonStack:
 
 
 class AdamWTensors:
-    """Parameters of one AdamW group; every rank updates all of them alike."""
+    """Parameters of one AdamW group; every rank updates what it holds: all of them alike, or its rows of them."""
 
     def __init__(self, group: AdamWGroup) -> None:
         self.group = group
         self.names = [name for name, _ in group.members]
         self.parameters: list[Tensor] = [parameter for _, parameter in group.members]
-        self.means = [torch.zeros_like(parameter, requires_grad=False) for parameter in self.parameters]
-        self.squares = [torch.zeros_like(parameter, requires_grad=False) for parameter in self.parameters]
+        self.means = [torch.zeros_like(local(parameter), requires_grad=False) for parameter in self.parameters]
+        self.squares = [torch.zeros_like(local(parameter), requires_grad=False) for parameter in self.parameters]
 
     def update(self, step: int, lr: float) -> None:
-        gradients = [gradient_of(parameter) for parameter in self.parameters]
+        gradients = [local(gradient_of(parameter)) for parameter in self.parameters]
         adamw_update(
-            self.parameters,
+            [local(parameter) for parameter in self.parameters],
             gradients,
             self.means,
             self.squares,
@@ -215,9 +266,15 @@ class AdamWTensors:
             eps=self.group.eps,
         )
 
-    def state(self) -> dict[str, Tensor]:
-        tensors = {f"adam_mean/{name}": tensor for name, tensor in zip(self.names, self.means)}
-        return tensors | {f"adam_square/{name}": tensor for name, tensor in zip(self.names, self.squares)}
+    def state(self) -> dict[str, Part]:
+        parts = {}
+        for kind, tensors in (("adam_mean", self.means), ("adam_square", self.squares)):
+            for name, parameter, tensor in zip(self.names, self.parameters, tensors):
+                parts[f"{kind}/{name}"] = Part(tensor, own_rows(parameter).start, tuple(parameter.shape))
+        return parts
+
+    def whole_state(self) -> dict[str, Tensor]:
+        return {name: part.tensor for name, part in self.state().items()}
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
@@ -238,7 +295,8 @@ class Optimizer:
     """Muon and AdamW over parameter groups, the same code on one rank and on many.
 
     Gradients are summed over the ranks, so each rank's must be weighted to make the sum that of the global
-    mean loss. A gradient that is None counts as zeros, since another rank may hold one.
+    mean loss; those of divided parameters arrive summed. A gradient that is None counts as zeros, since another
+    rank may hold one.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], compiled: bool = False) -> None:
@@ -255,7 +313,8 @@ class Optimizer:
             else:
                 assert isinstance(group, AdamWGroup)
                 self.adamw.append(AdamWTensors(group))
-        self.muon_rule = compile_rule(muon_update) if compiled else muon_update
+        self.holders: list[MuonStack | AdamWTensors] = [*self.stacks, *self.adamw]
+        self.rules = Rules(compiled)
 
     @torch.no_grad()
     def step(self, lr_scale: float, muon_momentum: float, weight_decay_scale: float) -> None:
@@ -263,11 +322,11 @@ class Optimizer:
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        sum_tensors_over_ranks([gradient_of(parameter) for parameter in self.parameters])
+        sum_tensors_over_ranks([gradient_of(parameter) for parameter in self.parameters if not is_sharded(parameter)])
         self.steps += 1
         for stack in self.stacks:
             group = stack.group
-            stack.update(self.muon_rule, group.lr * lr_scale, muon_momentum, group.weight_decay * weight_decay_scale)
+            stack.update(self.rules, group.lr * lr_scale, muon_momentum, group.weight_decay * weight_decay_scale)
         for tensors in self.adamw:
             tensors.update(self.steps, tensors.group.lr * lr_scale)
 
@@ -278,40 +337,45 @@ class Optimizer:
             elif parameter.grad is not None:
                 parameter.grad.zero_()
 
+    def parts(self) -> dict[str, Part]:
+        """What this rank holds of the state, by name: views to copy from or into."""
+        return {name: part for holder in self.holders for name, part in holder.state().items()}
+
     @torch.no_grad()
     def state_tensors(self) -> dict[str, Tensor]:
-        """The whole state by parameter name, on the CPU of rank 0; all ranks call it together, the others get none."""
-        parts: list[MuonStack | AdamWTensors] = [*self.stacks, *self.adamw]
+        """The whole state by parameter name, on the CPU of rank 0; all ranks call it together, the others get none.
+
+        Of parameters that are whole on every rank: the state of divided ones stays divided, in `parts`.
+        """
         keeps = rank_and_world()[0] == 0
         tensors = {"step": torch.tensor(self.steps)}
-        for part in parts:
-            whole = part.whole_state() if isinstance(part, MuonStack) else part.state()
+        for holder in self.holders:
+            whole = holder.whole_state()
             if keeps:
                 tensors |= {name: copy_to_cpu(tensor) for name, tensor in whole.items()}
         return tensors if keeps else {}
 
     @torch.no_grad()
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `state_tensors` gave, on whatever number of ranks it did."""
-        self.check_names(tensors)
-        self.steps = int(tensors["step"])
-        parts: list[MuonStack | AdamWTensors] = [*self.stacks, *self.adamw]
-        for name, own in [item for part in parts for item in part.state().items()]:
+    def load_state_tensors(self, tensors: Mapping[str, Readable]) -> None:
+        """Take over what `state_tensors` or `parts` gave, on whatever number of ranks they did."""
+        self.check_names(set(tensors))
+        self.steps = int(tensors["step"][...])
+        for name, part in self.parts().items():
             given = tensors[name]
-            if given.shape != own.shape:
+            if tuple(given.shape) != part.shape:
                 raise RequestError(
                     f"optimizer state {name} has shape {tuple(given.shape)} and this model needs "
-                    f"{tuple(own.shape)}; resume with the settings that the run was started with"
+                    f"{part.shape}; resume with the settings that the run was started with"
                 )
-            own.copy_(given)
+            part.tensor.copy_(given[part.rows])
 
-    def check_names(self, tensors: Mapping[str, Tensor]) -> None:
+    def check_names(self, names: set[str]) -> None:
         expected = {"step"}
         for stack in self.stacks:
             expected |= {f"{kind}/{name}" for kind in ("momentum", "second_moment") for name in stack.names}
         for adamw in self.adamw:
             expected |= set(adamw.state())
-        differing = sorted(expected ^ set(tensors))
+        differing = sorted(expected ^ names)
         if differing:
             verb = "lacks" if differing[0] in expected else "holds"
             raise RequestError(
@@ -324,12 +388,12 @@ def copy_to_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def compile_rule(rule: Callable[..., None]) -> Callable[..., None]:
+def compile_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Compile once per shape: what changes from step to step arrives in 0-d tensors."""
-    compiled: Callable[..., None] = torch.compile(rule, dynamic=False, fullgraph=True)
+    compiled: Callable[..., Any] = torch.compile(rule, dynamic=False, fullgraph=True)
 
-    def call(*arguments: Any, **keywords: Any) -> None:
+    def call(*arguments: Any, **keywords: Any) -> Any:
         with torch._dynamo.config.patch(recompile_limit=COMPILED_SHAPES):
-            compiled(*arguments, **keywords)
+            return compiled(*arguments, **keywords)
 
     return call

@@ -1,51 +1,77 @@
 """From a configuration to the parts of a run: modules on their device, rows per pass, weights to start from."""
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from maglev.checkpoint import newest
 from maglev.config import RunConfig
 from maglev.errors import RequestError
 from maglev.model.accounting import decoder_flops, objective_flops
 from maglev.model.attention import Block
-from maglev.model.init import initialise
+from maglev.model.init import draw, initialise
 from maglev.objectives import Objective, build_objective
+from maglev.ops.recompute import LEAN, LEAN_COMPILED, again
 from maglev.runs import read_config
+from maglev.train.fitting import USABLE, largest_divisor
+from maglev.train.saving import fill
+from maglev.train.sharding import shard
 from maglev.train.task import Task
 
 CPU_TOKENS_PER_PASS = 16_384
-# kept activations per token and layer, in widths: q, k, v, attention, two norms, MLP in and out, with room
-KEPT_WIDTHS = 40
+# kept activations per token and layer, in widths: q, k, v, attention, two norms, MLP in and out
+KEPT_WIDTHS = {"none": 26, "selective": 16, "full": 4}
+# a larger pass is no faster
+ENOUGH_TOKENS_PER_PASS = 65_536
 
 
-def build_for_training(config: RunConfig, device: torch.device) -> Objective:
+def build_for_training(config: RunConfig, device: torch.device, mesh: DeviceMesh | None = None) -> Objective:
+    """With initial weights, divided over the ranks of `mesh` where there is one."""
     objective = build_objective(config)
-    initialise(objective, config.train.seed)
-    objective.to(device)
-    objective.decoder.embedding.compute_dtype = compute_dtype(config, device)
-    if config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda"):
-        compile_blocks(objective)
+    compute = compute_dtype(config, device)
+    objective.decoder.embedding.compute_dtype = compute
+    compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
+    prepare_blocks(objective, compiled, config.train.recompute)
+    if mesh is None:
+        initialise(objective, config.train.seed)
+        return objective.to(device)
+    # divided before they are filled: what was never written takes no memory, and a rank keeps no other's rows
+    shard(objective, mesh, compute)
+    for name, parameter in objective.named_parameters():
+        fill(parameter, draw(name, parameter, config.train.seed))
     return objective
 
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     precision = config.train.precision
-    if device.type == "cuda" and precision in ("auto", "bfloat16") and not torch.cuda.is_bf16_supported():
-        raise RequestError("this GPU has no bfloat16; set train.precision to float32")
+    # emulated it would be slower than float32, and kernels refuse it
+    if device.type == "cuda" and precision != "float32" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise RequestError(f"{torch.cuda.get_device_name(device)} has no bfloat16; set train.precision to float32")
     if precision == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
-def compile_blocks(objective: Objective) -> None:
-    """Per block: seconds instead of minutes, and one graph serves all layers."""
-    # one graph per window, memory or none, and position subset; past the limit dynamo silently runs eagerly
-    torch._dynamo.config.recompile_limit = 64
-    for module in objective.modules():
-        if isinstance(module, Block):
-            module.compile(dynamic=False)
+def prepare_blocks(objective: Objective, compiled: bool, recompute: str) -> None:
+    """Compile per block: seconds instead of minutes, and one graph serves all layers. Recompute as asked for."""
+    if compiled:
+        # one graph per window, memory or none, and position subset; past the limit dynamo silently runs eagerly
+        torch._dynamo.config.recompile_limit = 64
+    for block in (module for module in objective.modules() if isinstance(module, Block)):
+        if recompute == "selective":
+            # it warns of in-place operations in what is run again; there are none
+            logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+            block.keeping = LEAN_COMPILED if compiled else LEAN
+        if recompute == "full":
+            # around the compiled block: what is run again is one call, whatever it writes down for others
+            inner = torch.compile(block.forward, dynamic=False) if compiled else block.forward
+            block.forward = partial(again, inner)  # type: ignore[method-assign]
+        elif compiled:
+            block.compile(dynamic=False)
 
 
 def rows_of_step(config: RunConfig, world: int) -> int:
@@ -61,16 +87,22 @@ def rows_of_step(config: RunConfig, world: int) -> int:
 
 
 def rows_per_pass(config: RunConfig, rows: int, device: torch.device) -> int:
-    """The largest divisor of the rank's rows that fits, so that every pass has one shape."""
+    """The largest divisor of the rank's rows that is not above what was asked for, or on a GPU a guess at what fits:
+    `fitting.find_rows` begins there."""
     if config.train.rows_per_pass:
         fits = config.train.rows_per_pass
     elif device.type == "cuda":
         passes = objective_flops(config) / decoder_flops(config.model)
-        token = KEPT_WIDTHS * config.model.width * config.model.depth * 2 * passes
-        fits = int(torch.cuda.mem_get_info(device)[0] / 2 / (token * config.model.context))
+        token = KEPT_WIDTHS[config.train.recompute] * config.model.width * config.model.depth * 2 * passes
+        free = USABLE * torch.cuda.mem_get_info(device)[0]
+        fits = min(int(free / (token * config.model.context)), most_rows(config))
     else:
         fits = CPU_TOKENS_PER_PASS // config.model.context
-    return max(divisor for divisor in range(1, rows + 1) if rows % divisor == 0 and divisor <= max(1, fits))
+    return largest_divisor(rows, fits)
+
+
+def most_rows(config: RunConfig) -> int:
+    return max(1, ENOUGH_TOKENS_PER_PASS // config.model.context)
 
 
 def start_from(objective: Objective, run: Path, task: Task, report: Callable[[str], None]) -> list[str]:
@@ -92,14 +124,13 @@ def start_from(objective: Objective, run: Path, task: Task, report: Callable[[st
     checkpoint = newest(run, report)
     if checkpoint is None:
         raise RequestError(f"--init-from {run}: it has no checkpoint yet; let that run reach one first")
-    tensors = checkpoint.tensors("decoder")
+    tensors = checkpoint.stored("decoder")
     missing = []
-    with torch.no_grad():
-        for name, parameter in objective.named_parameters():
-            _, _, own_name = name.partition(".")
-            given = tensors.get(own_name)
-            if given is not None and given.shape == parameter.shape:
-                parameter.copy_(given)
-            else:
-                missing.append(name)
+    for name, parameter in objective.named_parameters():
+        _, _, own_name = name.partition(".")
+        given = tensors.get(own_name)
+        if given is not None and given.shape == parameter.shape:
+            fill(parameter, given)
+        else:
+            missing.append(name)
     return missing

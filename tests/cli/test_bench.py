@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from maglev.__main__ import main
+from maglev.bench import train_worker
 from tests.small_runs import Train, one_line
 
 
@@ -55,6 +56,31 @@ def test_a_run_reads_text_until_it_settles(trained: Train, tmp_path: Path, capsy
     assert "Python's own documentation" in capsys.readouterr().out
 
 
+def test_train_sets_models_beside_swa(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "train.json", tmp_path / "train.svg"
+    arguments = ["--quick", "--device", "cpu", "--depth", "1", "--recipes", "swa-ssss,maglev-shared-0.1"]
+    assert main(["bench", "train", *arguments, "--out", str(out), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert "recomputation not counted" in printed and "optimizer" in printed and "maglev-shared-0.1" in printed
+    result = json.loads(out.read_text())
+    assert result["benchmark"] == "train" and result["quick"] and plot.read_text().startswith("<?xml")
+    swa, maglev = result["summary"]
+    assert swa["of_allowed"] == 1 and 0 < maglev["allowed_by_flops"] < 1 and maglev["of_allowed"] > 0
+    assert all(row["start_to_first_step_s"] > 0 and row["mfu"] > 0 for row in result["rows"])
+
+
+def test_train_draws_how_its_cost_grows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maglev.bench.train.run_worker", train_worker.work)
+    plot = tmp_path / "scaling.svg"
+    arguments = ["--quick", "--scaling", "--device", "cpu", "--depth", "1", "--recipes", "swa-ssss", "--context", "16"]
+    assert main(["bench", "train", *arguments, "--json", "--plot", str(plot)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [each["axis"] for each in result["summary"]] == ["rows", "layers", "context"]
+    assert {row["window"] for row in result["rows"]} == {4} and plot.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -73,6 +99,11 @@ def test_a_run_reads_text_until_it_settles(trained: Train, tmp_path: Path, capsy
         (["read", "--tokens", "0"], "tokens is 0"),
         (["read", "--prompt-file", "a.txt"], "--prompt-file is for a run"),
         (["read", "no/run", "--depth", "3"], "leave --depth away"),
+        (["train", "--recipes", "swa-sss"], "did you mean 'swa-ssss'"),
+        (["train", "--depth", "12,x"], "--depth is '12,x'"),
+        (["train", "--scaling", "--depth", "12,20"], "start from one depth"),
+        (["train", "--recompute", "all"], "train.recompute is 'all'"),
+        (["train", "--plot", "a.gif"], "--plot is a.gif"),
         (["raed"], "did you mean 'maglev bench read'"),
     ],
 )

@@ -1,6 +1,7 @@
 """`maglev generate` as a user meets it: any prompt, whole characters, nothing but text on stdout."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def spells(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         def next_token(*logits_and_sampling: Any) -> int:
             return tokenizer.token_bytes.index(bytes([left.pop(0)])) if left else tokenizer.bos_id
 
-        monkeypatch.setattr("maglev.inference.engine.next_token", next_token)
+        monkeypatch.setattr("maglev.inference.writing.next_token", next_token)
 
     return spell
 
@@ -186,3 +187,15 @@ def test_weights_that_cannot_be_are_refused(
 ) -> None:
     assert main(["generate", str(run), "--prompt", "a", *more]) == 2
     assert says in one_line(capsys)
+
+
+def test_a_closed_stdin_is_told(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # what Python makes of `<&-`
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", str(run), "--prompt-file", "-"]) == 2
+    assert "--prompt-file -: stdin is closed" in one_line(capsys)
+
+
+def test_bytes_that_are_no_utf8_are_refused_as_a_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run), "--prompt", os.fsdecode(b"a\xff")]) == 2
+    assert "--prompt is not UTF-8 text" in one_line(capsys)

@@ -75,7 +75,10 @@ def test_without_json_a_line_for_people(data: Path, tmp_path: Path, capsys: pyte
         r"0:00:00 left",
         lines[-2],
     )
-    assert re.fullmatch(r"step 6: bits per byte recurrent \d\.\d{4}, lifted \d\.\d{4}", lines[-1])
+    assert re.fullmatch(
+        r"step 6: bits per byte recurrent \d\.\d{4}, lifted \d\.\d{4}; of a disturbance a step leaves \d\.\d\d",
+        lines[-1],
+    )
 
 
 class Seen:

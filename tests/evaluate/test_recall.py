@@ -168,7 +168,7 @@ def test_rows_are_added_once_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw_rows(tmp_path / "r.png", again)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(RequestError, match=r"use \.svg, \.png or \.pdf"):
+    with pytest.raises(RequestError, match=r"must end in one of \.svg, \.png, \.pdf"):
         draw_rows(tmp_path / "r.txt", again)
     file.write_text("[]")
     with pytest.raises(RequestError, match="not a file of recall results"):

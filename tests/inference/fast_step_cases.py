@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from maglev.inference import reading
+from maglev.inference import fast_read, fast_step
 from maglev.inference.fast_step import BUCKETS, FastDecoder, GraphStepper
 from maglev.inference.reading import read_
 from maglev.model.decoder import Decoder
@@ -93,7 +93,7 @@ class GraphCases:
 
     def test_recorded_passes_equal_the_decoder_s_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two prompts, several chunks each, so that recordings meet other tokens and another past."""
-        monkeypatch.setattr(reading, "SMALLEST_RECORDED", 1)
+        monkeypatch.setattr(fast_read, "SMALLEST_RECORDED", 4)
         for recipe in ("maglev-shared-0.1", "swa-ssss"):
             decoder = tiny(recipe, DEVICE)
             fast = FastDecoder(decoder)
@@ -101,9 +101,22 @@ class GraphCases:
                 tokens = random_tokens(rows, 40, seed=seed).to(DEVICE)
                 state, expected = fast.initial_state(rows), decoder.initial_state(rows)
                 read_(fast, tokens, state, chunk=11, passes=4)
-                assert fast.recorded_passes is not None
+                # chunks of 11 are padded to 16, the last 7 to 8
+                assert [length for _, length in fast.recorded_passes] == [16, 8]
                 read_(decoder, tokens, expected, chunk=11, passes=4)
                 assert_same(state, expected, 1e-4)
+
+    def test_what_does_not_settle_is_stepped_from_a_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fast_step, "LEAST_REPLAYED", 4)
+        decoder = tiny("maglev-shared-0.1", DEVICE)
+        fast, tokens = FastDecoder(decoder), random_tokens(3, 20).to(DEVICE)
+        state, expected = fast.initial_state(3), decoder.initial_state(3)
+        ours, theirs = [], []
+        report = read_(fast, tokens, state, budget=2, tolerance=0, memories=ours)
+        read_(decoder, tokens, expected, budget=2, tolerance=0, memories=theirs)
+        assert report.stepped > 4
+        assert_same(state, expected, 1e-4)
+        torch.testing.assert_close(torch.cat(ours, dim=1), torch.cat(theirs, dim=1), rtol=1e-4, atol=1e-4)
 
     def test_greedy_goes_on_by_itself(self) -> None:
         fast = FastDecoder(tiny("maglev-shared-0.1", DEVICE))

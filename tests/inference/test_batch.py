@@ -43,6 +43,15 @@ def test_logprobs_are_those_of_reading_the_same_tokens(lm: LanguageModel) -> Non
     torch.testing.assert_close(found.state.memory, state.memory, rtol=0, atol=1e-4)
 
 
+def test_a_batch_penalises_what_its_prompts_hold(lm: LanguageModel) -> None:
+    prompt, sampling = "".join(map(chr, range(128))), Sampling(temperature=0, repetition_penalty=50.0)
+    found = generate_batch(lm, [prompt, "a"], max_tokens=9, sampling=sampling)[0]
+    assert found.text == "".join(lm.generate(prompt, max_tokens=9, temperature=0, repetition_penalty=50.0))
+    assert not set(found.tokens) & set(lm.tokenizer.encode(prompt))
+    unheard = generate_batch(lm, ["", ""], states=lm.read(prompt).fork(2), max_tokens=9, sampling=sampling)[0]
+    assert set(unheard.tokens) & set(lm.tokenizer.encode(prompt))
+
+
 def test_a_stop_string_ends_one_row_and_not_the_others(lm: LanguageModel) -> None:
     plain = generate_batch(lm, PROMPTS, max_tokens=25, seeds=[5, 6, 7])
     stop = plain[0].text[3:5]

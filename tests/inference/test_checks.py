@@ -25,9 +25,9 @@ def test_what_is_no_batch_of_ids_is_refused(tokens: torch.Tensor) -> None:
         check_tokens(tokens, 61)
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, float("nan"), "many"])
+@pytest.mark.parametrize("value", [-1, 1.5, float("nan"), "many", True, None])
 def test_max_tokens_is_a_whole_number(value: object) -> None:
-    with pytest.raises(RequestError, match=f"max_tokens is {value}"):
+    with pytest.raises(RequestError, match=f"max_tokens is {value!r}"):
         check_max_tokens(value)  # type: ignore[arg-type]
 
 

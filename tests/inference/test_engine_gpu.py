@@ -1,5 +1,7 @@
 """The engine on CUDA graphs writes what the plain decoder writes on a CPU."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 
 import pytest
@@ -80,3 +82,35 @@ def test_rows_of_one_bucket_agree_to_the_bit() -> None:
     for one, other in zip(three, four, strict=False):
         assert one.tokens == other.tokens and one.logprobs == other.logprobs
         assert torch.equal(one.state.memory, other.state.memory)
+
+
+def test_threads_write_and_capture_side_by_side() -> None:
+    """Batches of several buckets, so that one thread captures while others write."""
+    lm = model("cuda")
+
+    def texts(rows: int) -> list[str]:
+        return [row.text for row in generate_batch(lm, PROMPTS[:1] * rows, max_tokens=20, sampling=Sampling(0))]
+
+    expected = greedy(lm, PROMPTS[0])[:5]
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(texts, [1, 2, 4, 8] * 3):
+            assert all(text.startswith(expected) for text in found)
+
+
+def test_a_state_of_the_cpu_goes_on_on_the_gpu_and_back() -> None:
+    here, there = model("cpu"), model("cuda")
+    for one, other in ((here, there), (there, here)):
+        more = other.read(" and more", state=one.read(PROMPTS[1]))
+        assert more.memory.device == other.decoder.device
+        torch.testing.assert_close(more.memory.cpu(), here.read(" and more", here.read(PROMPTS[1])).memory.cpu())
+
+
+def test_release_frees_graphs_and_buffers() -> None:
+    lm = model("cuda")
+    greedy(lm, PROMPTS[1])
+    held = torch.cuda.memory_allocated()
+    generate_batch(lm, PROMPTS * 20, max_tokens=2)
+    assert torch.cuda.memory_allocated() > held
+    lm.release()
+    gc.collect()
+    assert lm.steppers.idle == [] and torch.cuda.memory_allocated() < held

@@ -1,10 +1,15 @@
 """FastDecoder equals Decoder.step_ on the same state, whichever computes it; its graphs refuse what they cannot do."""
 
+from contextlib import nullcontext
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from maglev.errors import RequestError
-from maglev.inference.fast_step import BUCKETS, FastDecoder, GraphStepper, bucket_for, fill_rows, first_rows
+from maglev.inference.fast_step import BUCKETS, WARM_UPS, FastDecoder, GraphStepper, bucket_for, fill_rows, first_rows
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 from maglev.ops.decode_steps import Backend
@@ -120,3 +125,62 @@ def test_padding_rows_do_not_reach_the_others() -> None:
 def test_a_graph_without_a_gpu_is_refused() -> None:
     with pytest.raises(RequestError, match="need a CUDA GPU"):
         GraphStepper(FastDecoder(tiny("swa-ssss")))
+
+
+def taken(lock: Any) -> bool:
+    """Whether some thread holds it, as another one sees it."""
+    found: list[bool] = []
+
+    def look() -> None:
+        if free := lock.acquire(blocking=False):
+            lock.release()
+        found.append(not free)
+
+    thread = Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, captures and replays hold the lock; what other threads do meanwhile does not break a capture.
+
+    CUDA is a stand-in here: its graphs run their work when they are recorded, and replays do nothing.
+    """
+    fast = FastDecoder(tiny("maglev-shared-0.1"), "torch")
+    state, seen, advance, modes = fast.initial_state(1), [], fast.advance, []
+
+    def watched(*arguments: Any) -> None:
+        seen.append(("work", taken(fast.lock)))
+        advance(*arguments)
+
+    def graph(graph: object, pool: object, capture_error_mode: str = "global") -> Any:
+        modes.append(capture_error_mode)
+        return nullcontext()
+
+    vars(fast)["advance"] = watched
+    fast.step_(torch.tensor([5]), state)
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    replayed = SimpleNamespace(replay=lambda: seen.append(("replay", taken(fast.lock))))
+    cuda = SimpleNamespace(
+        device=nullcontext,
+        device_of=nullcontext,
+        stream=nullcontext,
+        Stream=lambda device: stream,
+        current_stream=lambda device: stream,
+        CUDAGraph=lambda: replayed,
+        graph=graph,
+    )
+    stepper = object.__new__(GraphStepper)
+    vars(stepper).update(decoder=fast, greedy=False, buffers=fast.initial_state(2), captured={}, pool=None, rows=0)
+    stepper.tokens = torch.zeros(2, dtype=torch.int64)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    stepper.begin(state)
+    stepper.step(torch.tensor([6]))
+    assert seen == [("work", True)] * (2 + WARM_UPS) + [("replay", True)] and modes == ["thread_local"]
+    assert not taken(fast.lock)
+    # buffers and logits, whatever the rows were
+    stepper.end()
+    assert stepper.nbytes == stepper.buffers.nbytes + stepper.captured[1].logits.numel() * 4
+    with pytest.raises(RequestError, match="begin"):
+        stepper.step(torch.tensor([6]))

@@ -13,8 +13,9 @@ from maglev.inference.engine import LanguageModel, seeded
 from maglev.inference.fast_step import FastDecoder
 from maglev.inference.sampling import Sampling, next_token
 from maglev.inference.state import State
-from maglev.inference.stepper import KEPT, Steppers
+from maglev.inference.stepper import KEPT, KEPT_BYTES, EagerStepper, Steppers
 from maglev.model.decoder import Decoder
+from maglev.model.state import DecoderState
 from tests.helpers import small
 
 TEXT = "some text that goes on, beyond the window of eight"
@@ -114,6 +115,54 @@ def test_only_a_few_steppers_wait(lm: LanguageModel) -> None:
     for text in texts:
         list(text)
     assert [room for room, _ in lm.steppers.idle] == [1] * KEPT
+
+
+def test_what_waits_holds_no_rows(lm: LanguageModel) -> None:
+    list(lm.generate("a", max_tokens=2))
+    generate_batch(lm, ["a", "b"], max_tokens=2)
+    steppers = [stepper for _, stepper in lm.steppers.idle]
+    assert len(steppers) == 2
+    held = [value for stepper in steppers for value in vars(stepper).values()]
+    assert not any(isinstance(value, DecoderState) for value in held)
+
+
+class Sized(EagerStepper):
+    def __init__(self, nbytes: int) -> None:
+        self.size = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.size
+
+
+def test_what_waits_is_bounded_by_its_bytes() -> None:
+    pool = Steppers(small("maglev-shared-0.1").decoder)
+    for room, nbytes in ((1, KEPT_BYTES // 2), (2, KEPT_BYTES // 4), (4, KEPT_BYTES // 4)):
+        pool.put_back(room, Sized(nbytes))
+    assert [room for room, _ in pool.idle] == [1, 2, 4]
+    pool.put_back(8, Sized(1))
+    assert [room for room, _ in pool.idle] == [2, 4, 8]
+    # one that is too large by itself drives nobody out
+    pool.put_back(256, Sized(KEPT_BYTES + 1))
+    assert [room for room, _ in pool.idle] == [2, 4, 8]
+
+
+def test_release_frees_what_waits(lm: LanguageModel) -> None:
+    model().release()  # nothing was made yet
+    list(lm.generate("a", max_tokens=2))
+    reader = FastDecoder(lm.decoder, "torch")
+    vars(lm)["reader"] = reader
+    made = [reader, lm.steppers.steps] if isinstance(lm.steppers.steps, FastDecoder) else [reader]
+    for fast in made:
+        vars(fast)["recorded_passes"] = {(1, 256): object()}
+    writing = lm.generate("b", max_tokens=9, seed=1)
+    begun = next(writing)
+    list(lm.generate("a", max_tokens=2))
+    assert lm.steppers.idle
+    lm.release()
+    assert lm.steppers.idle == [] and not any(fast.recorded_passes for fast in made)
+    # a text that is being written goes on
+    assert begun + "".join(writing) == "".join(lm.generate("b", max_tokens=9, seed=1))
 
 
 def test_ragged_rows_end_where_each_would_alone(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from maglev.ops import fused_product, fused_ring  # noqa: E402
+from maglev.ops import fused_decode, fused_inject, fused_product, fused_read, fused_ring  # noqa: E402
 
 WIDTH, HEADS, HEAD_DIM, WINDOW, VOCAB = 1280, 10, 128, 512, 32_768
 
@@ -44,6 +44,17 @@ def assembly(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
 
 def wide_loads(ptx: str) -> int:
     return len(re.findall(r"ld\.global\S*\.v4\.b32", ptx))
+
+
+LAUNCH = "griddepcontrol.launch_dependents"
+
+
+def around_the_wait(ptx: str) -> tuple[str, str]:
+    """A kernel waits once for the one before it, lets the next one start once, and stores nothing before it waited."""
+    assert ptx.count("griddepcontrol.wait") == 1 and ptx.count(LAUNCH) == 1
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "st.global" not in before and "atom" not in before
+    return before, after
 
 
 PRODUCTS = {
@@ -80,8 +91,8 @@ def test_products_compile_to_wide_loads(name: str, batch: int, weights: str) -> 
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     ptx = assembly(kernel, types, constants, [] if outputs % 16 else ["rows"], tile.warps)
     # what does not depend on the kernel before this one is asked for before waiting for it
-    before, after = ptx.split("griddepcontrol.wait")
-    assert "griddepcontrol.launch_dependents" in before and "st.global" not in before
+    before, after = around_the_wait(ptx)
+    assert LAUNCH in before
     if batch > 1:
         assert ("wgmma" if tile.rows == 64 else "mma.sync") in after and "cp.async" in after
         assert "prefetch.global.L2" in before and "prefetch" not in after
@@ -113,6 +124,9 @@ def test_the_rings_loop_waits_for_nobody(batch: int, memory: bool) -> None:
     constants = {"HEADS": HEADS, "KV_HEADS": HEADS, "GROUP": 1, "HALF": HEAD_DIM // 2, "BLOCK": HEAD_DIM // 2}
     constants |= {"GROUP_BLOCK": 1, "LANES": lanes, "SPLITS": splits, "MEMORY": memory, "EARLY": True}
     ptx = assembly(fused_ring.ring_kernel, types, constants, ["window", "per_split"], fused_ring.WARPS)
+    before, after = around_the_wait(ptx)
+    # the ring and the position, of the last step, but nothing that this step has made
+    assert wide_loads(before) > 0 and LAUNCH in after
     loops = [
         ptx[ptx.index(label + ":") : jump.start()]
         for jump in re.finditer(r"bra\S*\s+(\$L__BB\w+)", ptx)
@@ -121,3 +135,61 @@ def test_the_rings_loop_waits_for_nobody(batch: int, memory: bool) -> None:
     assert len(loops) == 1 and "bar.sync" not in loops[0]
     assert wide_loads(loops[0]) == 2 * lanes * HEAD_DIM // (32 * fused_ring.WARPS * 8)
     assert ("atom" in ptx) == (splits > 1)
+
+
+OTHERS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
+    "begin": (
+        fused_decode.begin_kernel,
+        {"token_ptr": "*i64", "embedding_ptr": "*bf16", "position_ptr": "*i64", "frequency_ptr": "*i64"}
+        | {"out_ptr": "*bf16", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "vocabulary": "i32", "eps": "fp32"},
+        {"TURN": fused_decode.TURN, "WIDTH": WIDTH, "HALF": 64, "WIDTH_BLOCK": 2048, "HALF_BLOCK": 64},
+    ),
+    "norm": (
+        fused_decode.norm_kernel,
+        dict.fromkeys(("x_ptr", "start_ptr", "scaled_ptr", "out_ptr"), "*bf16")
+        | {"scales_ptr": "*fp32", "position_ptr": "*i64", "position_out_ptr": "*i64", "eps": "fp32"},
+        {"WIDTH": WIDTH, "BLOCK": 2048, "SCALE": True, "COUNT": True},
+    ),
+    "finish": (
+        fused_decode.finish_kernel,
+        {"x_ptr": "*bf16", "out_ptr": "*bf16", "count": "i32", "cap": "fp32"},
+        {"BLOCK": 1024, "EPILOGUE": "relu2"},
+    ),
+    "enter": (
+        fused_read.enter_kernel,
+        dict.fromkeys(("projected_ptr", "memory_ptr", "query_ptr", "key_ptr", "value_ptr"), "*bf16")
+        | {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "eps": "fp32"}
+        | dict.fromkeys(("width", "count", "first", "step", "length"), "i32"),
+        {"HEADS": HEADS, "KV_HEADS": HEADS, "GROUP": 1, "HALF": 64, "BLOCK": 64, "GROUP_BLOCK": 1, "MEMORY": True},
+    ),
+    "window": (
+        fused_read.window_kernel,
+        dict.fromkeys(("query_ptr", "key_ptr", "value_ptr", "out_ptr"), "*bf16")
+        | {"empty_ptr": "*i64", "scale": "fp32"}
+        | dict.fromkeys(("count", "first", "step", "length", "window"), "i32"),
+        {"HEADS": HEADS, "KV_HEADS": HEADS, "GROUP": 1, "DIM": HEAD_DIM, "BLOCK": HEAD_DIM}
+        | {"QUERIES": fused_read.DENSE[0], "KEYS": fused_read.DENSE[1]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_kernel_waits_before_it_reads(name: str) -> None:
+    """Only products let the next kernel start before they have waited: then two kernels on, the step before is over."""
+    kernel, types, constants = OTHERS[name]
+    ptx = assembly(kernel, types, constants | {"EARLY": True}, [], 8 if name == "window" else 4)
+    before, after = around_the_wait(ptx)
+    assert LAUNCH in after and "ld.global" not in before
+    assert name != "window" or "wgmma" in after
+
+
+@pytest.mark.parametrize("kernel", [fused_inject.inject_kernel, fused_inject.inject_backward_kernel])
+def test_injection_stays_in_registers(kernel: Any) -> None:
+    """Wide loads of every feature, and nothing spilled to local memory."""
+    pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
+    types = {name: "*fp32" if name in ("cos_ptr", "sin_ptr") else "*bf16" for name in pointers}
+    types |= {"rows": "i32", "period": "i32", "eps": "fp32"}
+    half = HEAD_DIM // 2
+    constants = {"HEADS": HEADS, "KV_HEADS": HEADS, "HALF": half, "BLOCK": half, "ROWS": fused_inject.TILE // HEAD_DIM}
+    ptx = assembly(kernel, types, constants, ["rows", "period"], fused_inject.WARPS)
+    assert wide_loads(ptx) >= 8 and "st.local" not in ptx

@@ -5,6 +5,7 @@ torch is imported once and every rank is a fork, before any thread exists.
 
 import json
 import os
+import socket
 import sys
 import traceback
 from datetime import timedelta
@@ -13,12 +14,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from maglev.config import OptimizerConfig
 from maglev.errors import WorkError
 from maglev.train import distributed
 from maglev.train.optimizer import Optimizer
 from maglev.train.param_groups import build_param_groups
+from maglev.train.sharding import local, whole
 
 SHARDS = 4
 # Stacks of 5, 3 and 1 matrices: none divides by 2 or 4, and some ranks own nothing.
@@ -60,6 +64,30 @@ def train(parameters: dict[str, nn.Parameter], optimizer: Optimizer, ranks: dist
         optimizer.zero_grad()
 
 
+def train_divided(ranks: distributed.Ranks) -> dict[str, Tensor]:
+    """The same with every parameter divided by rows, and gradients that arrive summed, as FSDP's do."""
+    mesh = init_device_mesh("cpu", (ranks.world,))
+    together = distributed.Ranks(0, 1, 0, ranks.device)
+    plain = start_parameters()
+    divided = {name: nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for name, p in plain.items()}
+    optimizer = build(divided)
+    for step in range(4):
+        set_gradients(plain, step, together)
+        for name, parameter in plain.items():
+            assert parameter.grad is not None
+            divided[name].grad = distribute_tensor(parameter.grad, mesh, [Shard(0)])
+            parameter.grad = None
+        optimizer.step(1.0 - 0.1 * step, 0.85 + 0.01 * step, 1.0 - 0.2 * step)
+        optimizer.zero_grad()
+    held = [stack.momentum.size(0) for stack in optimizer.stacks]
+    assert held == [stack.momentum.size(0) for stack in build(start_parameters()).stacks]
+    assert all(
+        part.tensor.shape == local(divided[name.split("/")[1]]).shape
+        for name, part in optimizer.adamw[0].state().items()
+    )
+    return {name: whole(parameter).detach().clone() for name, parameter in divided.items()}
+
+
 def values(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
@@ -73,7 +101,7 @@ def disagreement(fingerprint: str) -> str:
 
 
 def work(folder: Path, world: int) -> None:
-    ranks = distributed.start("cpu", f"file://{folder}/store-{world}", timedelta(seconds=60))
+    ranks = distributed.start("cpu", timedelta(seconds=60))
     out = folder / f"world-{world}"
     distributed.BUCKET_ELEMENTS = 50
     parameters = start_parameters()
@@ -95,11 +123,14 @@ def work(folder: Path, world: int) -> None:
     train(resumed, optimizer, ranks, range(2, 4))
     save_file(values(resumed), out / f"resumed-{ranks.rank}.safetensors")
 
+    if world > 1:
+        save_file(train_divided(ranks), out / f"divided-{ranks.rank}.safetensors")
     facts = {
         "ranks": [ranks.rank, ranks.world, ranks.local_rank, str(ranks.device)],
         "sums": distributed.sum_over_ranks([1.0, ranks.rank, 1e-12]),
         "agree": disagreement("same"),
         "disagree": disagreement("one" if ranks.rank < 1 else "other"),
+        "texts": distributed.gather_texts("ä" * ranks.rank),
         "owned": [stack.momentum.size(0) for stack in optimizer.stacks],
     }
     (out / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
@@ -107,12 +138,13 @@ def work(folder: Path, world: int) -> None:
     distributed.stop()
 
 
-def run_rank(folder: Path, world: int, rank: int) -> None:
+def run_rank(folder: Path, world: int, rank: int, port: int) -> None:
     """Never returns: the fork ends here."""
     status = 1
     try:
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         work(folder, world)
         status = 0
     except BaseException:
@@ -125,11 +157,14 @@ def run_rank(folder: Path, world: int, rank: int) -> None:
 def main(folder: Path) -> None:
     for world in (2, 1, 4):
         (folder / f"world-{world}").mkdir()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         children = []
         for rank in range(world):
             child = os.fork()
             if child == 0:
-                run_rank(folder, world, rank)
+                run_rank(folder, world, rank, port)
             children.append(child)
         statuses = [os.waitpid(child, 0)[1] for child in children]
         if any(statuses):

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,13 @@ def test_ranks_give_the_parameters_of_one_process(runs: Path, world: int) -> Non
 
 
 @pytest.mark.parametrize("world", [2, 4])
+def test_divided_parameters_are_updated_as_whole_ones(runs: Path, world: int) -> None:
+    expected = tensors(runs, 1, "final", 0)
+    for rank in range(world):
+        assert_close(tensors(runs, world, "divided", rank), expected)
+
+
+@pytest.mark.parametrize("world", [2, 4])
 def test_state_does_not_depend_on_the_number_of_ranks(runs: Path, world: int) -> None:
     expected = tensors(runs, 1, "state", 0)
     assert_close(tensors(runs, world, "state", 0), expected)
@@ -85,6 +93,7 @@ def test_messages_between_ranks(runs: Path, world: int) -> None:
         assert fact["ranks"] == [rank, world, rank, "cpu"]
         assert fact["sums"] == pytest.approx([world, world * (world - 1) / 2, world * 1e-12], rel=1e-12)
         assert fact["agree"] == ""
+        assert fact["texts"] == ["ä" * other for other in range(world)]
         if world == 1:
             assert fact["disagree"] == ""
         else:
@@ -95,7 +104,7 @@ def test_messages_between_ranks(runs: Path, world: int) -> None:
 def test_without_torchrun_there_is_one_rank_and_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    ranks = distributed.start("cpu")
+    ranks = distributed.start("cpu", timedelta(seconds=60))
     assert ranks == distributed.Ranks(0, 1, 0, torch.device("cpu")) and ranks.is_main
     assert not torch.distributed.is_initialized()
     assert distributed.sum_over_ranks([1, 2.5]) == [1.0, 2.5]

@@ -103,6 +103,8 @@ def test_what_does_not_change_the_result_may_differ(data: Path, begun: Path) -> 
     free = {"train.device": "cpu", "train.checkpoint_every": 1, "train.keep_checkpoints": 3, "train.log_every": 2}
     free |= {"train.validate_every": 6, "train.validation_rows": 2, "train.tensorboard": "true"}
     free |= {"train.compile": "off", "train.max_bad_steps": 1, "train.threads": 1, "train.rows_per_pass": 2}
+    free |= {"train.recompute": "selective"}
+    free |= {"train.sharding": "full", "train.timeout": 60}
     assert set(free) == {f"train.{name}" for name in launch.FREE_ON_RESUME}
     assert train(data, begun, free, resume=True)["finished"]
     assert [step for step, _ in checkpoint.list_checkpoints(begun)] == [4, 5, 6]

@@ -1,0 +1,83 @@
+"""What memory injection costs forward and backward, compiled and by the kernels of ops/fused_inject.py.
+
+    python benchmarks/inject.py [--depth 12] [--rows 16] [--context 2048] [--device cuda|cpu]
+
+Set beside the time that a copy takes for the bytes which must move. `maglev/ops/inject.py` says which one training
+takes. The last line of stdout is JSON.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from maglev.bench.clock import machine_facts, seconds
+from maglev.bench.limits import machine_rates
+from maglev.ops import inject
+from maglev.ops.rotation import rotation, turn_frequencies
+from maglev.recipes import run_config
+
+CALLS, REPEATS = 10, 7
+
+
+def inputs(depth: int, rows: int, context: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    model = run_config("maglev-shared-0.1", depth).model
+    local = (rows, context, model.kv_heads)
+    shapes = [(rows, context, model.heads, model.head_dim), *4 * [(*local, model.head_dim)], local, local]
+    made = [torch.randn(*shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
+    frequencies = turn_frequencies(model.head_dim, model.rope_base).to(device)
+    return [*made[:3], *rotation(torch.arange(context, device=device), frequencies, dtype), *made[3:]]
+
+
+def measure(op: Callable[..., Any], given: list[Tensor], device: torch.device) -> dict[str, float]:
+    wanted = [tensor for tensor in given if tensor.requires_grad]
+    outs = op(*given)
+    gradients = [torch.randn_like(out) for out in outs]
+
+    def both() -> None:
+        torch.autograd.grad(op(*given), wanted, gradients)
+
+    with torch.no_grad():
+        forward = seconds(lambda: op(*given), device, CALLS, REPEATS)
+    return {"forward_us": forward * 1e6, "forward_backward_us": seconds(both, device, CALLS, REPEATS) * 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, standard in (("depth", 12), ("rows", 16), ("context", 2048)):
+        parser.add_argument(f"--{name}", type=int, default=standard)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    asked = parser.parse_args()
+    device = torch.device(asked.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    given = inputs(asked.depth, asked.rows, asked.context, device, dtype)
+    ways: dict[str, Callable[..., Any]] = {
+        "plain": inject.inject,
+        "compiled": torch.compile(inject.inject, dynamic=False),
+    }
+    if device.type == "cuda":
+        from maglev.ops import fused_inject
+
+        ways["fused"] = fused_inject.inject
+    rates = machine_rates(device, dtype, False, REPEATS)
+    # forward reads all and writes three; backward reads all and three gradients, and writes seven
+    size = [tensor.numel() * tensor.element_size() for tensor in given]
+    features = sum(size[:3])
+    moved = {"forward": sum(size) + features, "forward_backward": 3 * sum(size) + 2 * features}
+    result = vars(asked) | machine_facts(device, dtype) | rates
+    result["copy_us"] = {name: count / rates["copy_bytes_per_s"] * 1e6 for name, count in moved.items()}
+    result["ways"] = {name: measure(op, given, device) for name, op in ways.items()}
+    for name, times in result["ways"].items():
+        print(f"{name:>9}: " + ", ".join(f"{each} {value:,.0f}" for each, value in times.items()))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""`maglev eval tasks` and `maglev eval score`"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from maglev.cli.output import console, emit, finite, keep, progress, say
+from maglev.cli.weights import Weights, weight_format
+from maglev.errors import RequestError
+
+if TYPE_CHECKING:
+    from maglev.evaluate.harness import TaskSetting
+    from maglev.evaluate.requests import Request, Score
+    from maglev.evaluate.scoring import ScoringRun
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Memory = Annotated[str, typer.Option("--memory", help="Where memories come from: recurrent, lifted or refined.")]
+Passes = Annotated[
+    int | None, typer.Option("--passes", help="Parallel passes of refined memories, 3 where nothing is said.")
+]
+ReadingMethod = Annotated[
+    str,
+    typer.Option("--reading", help="Recurrent memories by passes to the fixed point (parallel), or by steps (step)."),
+]
+BatchRows = Annotated[int, typer.Option("--batch-rows", help="Continuations side by side, each with a state.")]
+BatchTokens = Annotated[int, typer.Option("--batch-tokens", help="Tokens of a batch, padding included.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+def tasks(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A run folder; with --scores the one that they name.")
+    ] = None,
+    names: Annotated[
+        str | None,
+        typer.Option("--tasks", help="paper, or names of lm_eval's tasks with commas between them. [default: paper]"),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="Local files of the paper's tasks. [default: from the Hub]"),
+    ] = None,
+    requests: Annotated[
+        Path | None, typer.Option("--requests", metavar="FILE", help="Only build requests, into this file.")
+    ] = None,
+    scores: Annotated[
+        Path | None, typer.Option("--scores", metavar="FILE", help="Only aggregate what 'maglev eval score' wrote.")
+    ] = None,
+    memory: Memory = "recurrent",
+    passes: Passes = None,
+    reading: ReadingMethod = "parallel",
+    limit: Annotated[int | None, typer.Option("--limit", help="Only the first items of each task.")] = None,
+    fewshot: Annotated[
+        int | None, typer.Option("--fewshot", help="Examples before each item. [default: the task's own]")
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option("--max-length", help="Tokens to read at most, 0 for any number. [default: the run's context]"),
+    ] = None,
+    batch_rows: BatchRows = 128,
+    batch_tokens: BatchTokens = 32_768,
+    weights: Weights = "plain",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """The eight tasks of the paper's table, or any of lm-evaluation-harness's.
+
+    Where the harness cannot be installed beside the GPU: build --requests here, 'maglev eval score' them there, and
+    aggregate --scores here.
+    """
+    check_extra()
+    if requests is not None and scores is not None:
+        raise RequestError("--requests builds and --scores aggregates; give one of them")
+    for name, value, least in (("--limit", limit, 1), ("--fewshot", fewshot, 0), ("--max-length", max_length, 0)):
+        if value is not None and value < least:
+            raise RequestError(f"{name} is {value}; it must be at least {least}")
+    if scores is not None:
+        given = {"--tasks": names, "--limit": limit, "--fewshot": fewshot, "--max-length": max_length}
+        given |= {"--passes": passes, "--memory": None if memory == "recurrent" else memory}
+        for name, option in given.items():
+            if option is not None:
+                raise RequestError(f"{name} was settled when the requests were built and scored; leave it away")
+        emit(aggregate(run, scores, data), as_json, render)
+        return
+    if run is None:
+        raise RequestError("no RUN; name the run folder to evaluate")
+    setting = setting_for(run, names or "paper", data, limit, fewshot, max_length)
+    if requests is not None:
+        emit(build(run, setting, requests), as_json, render_built)
+        return
+    opened = open_run(run, memory, passes, reading, batch_rows, batch_tokens, weights, device)
+    emit(in_one_step(run, setting, opened), as_json, render)
+
+
+def score(
+    run: RunArgument,
+    requests: Annotated[Path, typer.Option("--requests", metavar="FILE", help="What 'eval tasks --requests' wrote.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where scores go, for 'eval tasks --scores'.")],
+    memory: Memory = "recurrent",
+    passes: Passes = None,
+    reading: ReadingMethod = "parallel",
+    batch_rows: BatchRows = 128,
+    batch_tokens: BatchTokens = 32_768,
+    weights: Weights = "plain",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Answer requests, token ids to log-probabilities, with the core alone."""
+    from maglev.evaluate.requests import load_requests, save_scores
+
+    asked = load_requests(requests)
+    opened = open_run(run, memory, passes, reading, batch_rows, batch_tokens, weights, device)
+    if opened.tokenizer.fingerprint != asked.tokenizer:
+        raise RequestError(f"{requests} was built with another tokenizer than that of {run}; build them with this run")
+    found = scored(opened, asked.requests)
+    save_scores(out, asked, found, opened.facts)
+    emit(opened.facts | {"scores": str(out), "count": len(found)}, as_json, render_scored)
+
+
+def check_extra() -> None:
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError:
+        raise RequestError(
+            "lm_eval is missing; install the extra 'tasks' of maglev, or build requests on a machine that has it "
+            "and answer them here with 'maglev eval score'"
+        ) from None
+
+
+def setting_for(
+    run: Path, names: str, data: Path | None, limit: int | None, fewshot: int | None, max_length: int | None
+) -> "TaskSetting":
+    from maglev.evaluate.harness import TaskSetting, task_names
+    from maglev.runs import read_config
+
+    context = read_config(run).model.context
+    length = context if max_length is None else max_length or None
+    place = None if data is None else str(data)
+    if data is not None and not data.is_dir():
+        raise RequestError(f"--data is {data}, which is no folder; name the one with the tasks' jsonl files")
+    return TaskSetting(task_names(names), place, limit, fewshot, length)
+
+
+def open_run(
+    run: Path,
+    memory: str,
+    passes: int | None,
+    reading: str,
+    batch_rows: int,
+    batch_tokens: int,
+    weights: str,
+    device: str,
+) -> "ScoringRun":
+    from maglev.evaluate.memories import SOURCES
+    from maglev.evaluate.scoring import READINGS, Limits, open_scorer
+    from maglev.train.distributed import resolve_device
+
+    if memory not in SOURCES:
+        raise RequestError(f"--memory is {memory!r}; it must be one of {', '.join(SOURCES)}")
+    if reading not in READINGS:
+        raise RequestError(f"--reading is {reading!r}; it must be one of {', '.join(READINGS)}")
+    for name, value in (("--batch-rows", batch_rows), ("--batch-tokens", batch_tokens), ("--passes", passes)):
+        if value is not None and value < 1:
+            raise RequestError(f"{name} is {value}; it must be at least 1")
+    if passes is not None and memory != "refined":
+        raise RequestError(f"--passes goes with --memory refined, not with {memory}; leave it away")
+    if memory != "recurrent" and (reading != "parallel" or weights != "plain"):
+        raise RequestError(f"--reading and --weights go with --memory recurrent, not with {memory}; leave them away")
+    limits = Limits(batch_rows, batch_tokens)
+    place = resolve_device(device, setting="--device")
+    return open_scorer(
+        run,
+        place,
+        say,
+        source=memory,
+        passes=passes,
+        weights=weight_format(weights),
+        reading=reading,
+        limits=limits,
+    )
+
+
+def in_one_step(run: Path, setting: "TaskSetting", opened: "ScoringRun") -> dict[str, Any]:
+    from maglev.evaluate.harness import HarnessLM, evaluate
+
+    model = HarnessLM(opened.tokenizer, partial(scored, opened), setting.max_length, opened.lm)
+    with tempfile.TemporaryDirectory() as work:
+        found = evaluate(model, setting, Path(work))
+    return write_down(run, found, opened.facts, asdict(setting) | {"cut": model.cut})
+
+
+def scored(opened: "ScoringRun", requests: "Sequence[Request]") -> "list[Score]":
+    """The harness shows its own progress before and after this, so ours is here and nowhere else."""
+    with progress("requests") as meter:
+        stage = f"scoring, {opened.facts['memory']} memories"
+        return opened.scorer.score(requests, lambda done, total: meter.update(stage, done, total))
+
+
+def build(run: Path, setting: "TaskSetting", out: Path) -> dict[str, Any]:
+    from maglev.evaluate.harness import build_requests
+    from maglev.evaluate.requests import RequestFile, save_requests
+    from maglev.evaluate.scoring import run_tokenizer
+
+    tokenizer = run_tokenizer(run)
+    with tempfile.TemporaryDirectory() as work:
+        found, cut = build_requests(tokenizer, setting, Path(work))
+    kept = asdict(setting) | {"cut": cut, "run": str(run)}
+    save_requests(out, RequestFile(found, tokenizer.fingerprint, kept))
+    contexts = len({request.context for request in found})
+    facts = {"requests": str(out), "count": len(found), "contexts": contexts, "cut": cut}
+    return facts | {"max_length": setting.max_length, "tasks": list(setting.tasks)}
+
+
+def aggregate(run: Path | None, scores: Path, data: Path | None) -> dict[str, Any]:
+    """RUN and --data stand in where folders have moved since the requests were built."""
+    from maglev.evaluate.harness import HarnessLM, Replay, TaskSetting, evaluate
+    from maglev.evaluate.requests import load_scores
+    from maglev.evaluate.scoring import run_tokenizer
+
+    found = load_scores(scores)
+    kept = dict(found.setting)
+    folder = Path(kept.pop("run")) if run is None else run
+    cut = kept.pop("cut")
+    if data is not None:
+        kept["data"] = str(data)
+    setting = TaskSetting(**kept | {"tasks": tuple(kept["tasks"])})
+    tokenizer = run_tokenizer(folder)
+    replay = Replay(found)
+    with tempfile.TemporaryDirectory() as work:
+        results = evaluate(HarnessLM(tokenizer, replay, setting.max_length), setting, Path(work))
+    replay.check(tokenizer.fingerprint)
+    return write_down(folder, results, found.model | {"run": str(folder)}, asdict(setting) | {"cut": cut})
+
+
+def write_down(run: Path, found: dict[str, Any], facts: dict[str, Any], setting: dict[str, Any]) -> dict[str, Any]:
+    import lm_eval
+
+    from maglev.evaluate.results import source_name, task_result
+
+    value: dict[str, Any] = finite(task_result(found, facts, setting | {"lm_eval": lm_eval.__version__}))
+    # a part of the items is no result to put into a table
+    if setting["limit"] is None:
+        words = "paper" if f"average_{facts['memory']}" in value else "-".join(setting["tasks"])[:80]
+        keep(run, f"tasks-{words}-{source_name(facts)}", value)
+    return value
+
+
+def render(value: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    source, setting = value["memory"], value["setting"]
+    out = console()
+    passes = f", {value['passes']} passes" if value["passes"] else ""
+    part = "" if setting["limit"] is None else f", the first {setting['limit']} items of each"
+    out.print(
+        f"{value['run']} ({value['recipe']}, step {value['step']}): {source} memories{passes}, {value['dtype']}, "
+        f"lm_eval {setting['lm_eval']}{part}",
+        markup=False,
+    )
+    if setting["cut"]:
+        out.print(f"{setting['cut']:,} requests lost their beginning to --max-length {setting['max_length']}")
+    table = Table("task", "items", "metric", f"{source}", "standard error")
+    for name, own in value["tasks"].items():
+        for key, number in own.items():
+            if key == "items" or key.endswith("_stderr") or number is None:
+                continue
+            error = own.get(f"{key}_stderr")
+            shown = "-" if error is None else f"{error:.4f}"
+            metric = key.removesuffix(f"_{source}")
+            table.add_row(name, f"{own.get('items', 0):,}", metric, f"{number:.4f}", shown)
+    average = value.get(f"average_{source}")
+    if average is not None:
+        table.add_row("average", "", "accuracy as in the paper", f"{average:.4f}", "", style="bold")
+    out.print(table)
+
+
+def render_built(value: dict[str, Any]) -> None:
+    console().print(
+        f"{value['requests']}: {value['count']:,} requests on {value['contexts']:,} contexts "
+        f"({value['cut']:,} of them lost their beginning); answer them with 'maglev eval score'",
+        markup=False,
+    )
+
+
+def render_scored(value: dict[str, Any]) -> None:
+    console().print(
+        f"{value['scores']}: {value['count']:,} scores of {value['run']} with {value['memory']} memories; "
+        f"aggregate them with 'maglev eval tasks --scores {value['scores']}'",
+        markup=False,
+    )

@@ -1,0 +1,208 @@
+"""The paper's table: ours beside theirs, and both as differences to SWA. Every line names its memory source.
+
+A line of ours is the mean over the runs that differ in their seed alone, with their standard deviation.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from maglev.config import canonical_json
+from maglev.evaluate.paper_tasks import TASKS
+from maglev.evaluate.table_facts import Facts
+
+BASELINE = "swa-ssss"
+OURS, PAPER = "ours", "paper"
+# the paper does not say whether its numbers come from the decoder's own memories
+UNSTATED = "not stated"
+SOURCES = ("recurrent", "lifted", "refined")
+
+
+@dataclass(frozen=True)
+class Column:
+    key: str
+    # two lines of a heading
+    title: str
+    unit: str
+    digits: int
+    higher_is_better: bool
+    # what a stored number is multiplied with
+    scale: float = 1.0
+
+
+FINEWEB = Column("fw", "FW", "BPB", 4, False)
+PERPLEXITY = Column("lambada_ppl", "LMD", "PPL", 2, False)
+TITLES = ("LMD", "PIQA", "Hella", "Wino", "ARC-E", "ARC-C", "SIQA", "BoolQ")
+ACCURACIES = tuple(
+    Column(task.name, title, "Acc_n" if task.metric == "acc_norm" else "Acc", 1, True, 100)
+    for task, title in zip(TASKS, TITLES, strict=True)
+)
+AVERAGE = Column("average", "Avg", "Acc", 1, True, 100)
+
+LABELS = {
+    "transformer-slsl": "Transformer (SLSL)",
+    "lrt-slsl": "LRT (SLSL)",
+    "swa-ssss": "SWA (SSSS)",
+    "lrt-ssss": "LRT (SSSS)",
+    "maglev-shared-0.1": "Maglev (λ=0.1)",
+    "maglev-shared-1": "Maglev (λ=1)",
+    "maglev-separate-0.1": "Maglev (sep. λ=0.1)",
+    "maglev-separate-1": "Maglev (sep. λ=1)",
+    "maglev-closed": "Maglev (closed)",
+}
+# Table 1 of the paper, after 43.52B tokens: bits per byte, LAMBADA's perplexity, the eight accuracies, their average
+PUBLISHED = {
+    "transformer-slsl": (0.7373, 8.44, 45.9, 73.7, 53.0, 57.7, 68.6, 38.8, 41.7, 56.9, 54.5),
+    "lrt-slsl": (0.7292, 7.94, 47.7, 72.4, 54.9, 58.1, 70.1, 39.4, 40.7, 63.6, 55.9),
+    "swa-ssss": (0.7413, 8.54, 46.2, 70.5, 53.3, 57.1, 68.4, 40.1, 41.3, 56.2, 54.1),
+    "lrt-ssss": (0.7331, 7.92, 47.3, 72.3, 54.9, 58.8, 70.4, 39.8, 40.7, 56.2, 55.0),
+    "maglev-shared-0.1": (0.7295, 8.06, 47.3, 72.0, 55.2, 58.7, 70.0, 41.3, 41.6, 63.6, 56.2),
+    "maglev-shared-1": (0.7320, 8.27, 46.3, 72.4, 53.8, 56.4, 69.7, 39.8, 41.2, 51.1, 53.9),
+    "maglev-separate-0.1": (0.7276, 7.73, 48.7, 72.2, 54.7, 57.9, 69.2, 40.5, 42.7, 62.0, 56.0),
+    "maglev-separate-1": (0.7251, 8.06, 47.4, 72.6, 55.2, 57.4, 69.7, 42.7, 42.1, 64.0, 56.4),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """In the column's unit. Without a second seed there is no spread."""
+
+    value: float
+    spread: float | None = None
+    # to SWA's of the same origin
+    difference: float | None = None
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    model: str
+    recipe: str
+    origin: str
+    memory: str
+    seeds: tuple[int, ...]
+    cells: dict[str, Cell] = field(default_factory=dict)
+    # of one run of ours
+    training_flops: float | None = None
+    state_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+
+
+def make_table(facts: Sequence[Facts], sources: Sequence[str] = SOURCES) -> PaperTable:
+    """Recipes in the paper's order, then others; of each our lines by memory source, then the paper's."""
+    names = dict.fromkeys(result["data"] for run in facts for result in run["bpb"])
+    texts = [bpb_column(name) for name in names]
+    columns = (FINEWEB, *(column for column in texts if column != FINEWEB), PERPLEXITY, *ACCURACIES, AVERAGE)
+    groups = group_runs(facts)
+    found: list[Line] = []
+    order = {recipe: index for index, recipe in enumerate(LABELS)}
+    recipes = sorted(
+        dict.fromkeys(group[0]["recipe"] for group in groups), key=lambda name: order.get(name, len(order))
+    )
+    for recipe in recipes:
+        own = [group for group in groups if group[0]["recipe"] == recipe]
+        for group in own:
+            label = LABELS.get(recipe, recipe) + distinction(group, own)
+            lines = [our_line(group, label, source) for source in sources]
+            found += [line for line in lines if line.cells]
+        if recipe in PUBLISHED:
+            found.append(published_line(recipe))
+    used = {key for line in found for key in line.cells}
+    return PaperTable(tuple(c for c in columns if c.key in used), compared(found, columns))
+
+
+def bpb_column(name: str) -> Column:
+    """The paper's column is FineWeb-Edu's; any other text has a column of its own."""
+    return FINEWEB if "fineweb" in name.lower() else Column(f"bpb {name}", name, "BPB", 4, False)
+
+
+def group_runs(facts: Sequence[Facts]) -> list[list[Facts]]:
+    """Runs that differ in nothing but their seed, in order of appearance; a seed that comes again is the same run."""
+    groups: dict[str, dict[int, Facts]] = {}
+    for run in facts:
+        groups.setdefault(canonical_json([run["recipe"], run["settings"]]), {})[run["seed"]] = run
+    return [list(group.values()) for group in groups.values()]
+
+
+def distinction(group: Sequence[Facts], others: Sequence[Sequence[Facts]]) -> str:
+    """In what a row differs from the others of its recipe."""
+    every = [other[0]["settings"] for other in others]
+    own = group[0]["settings"]
+    telling = [key for key in own if len({json.dumps(settings.get(key)) for settings in every}) > 1]
+    return "".join(f", {key.split('.', 1)[1]} {own[key]}" for key in telling)
+
+
+def our_line(group: Sequence[Facts], label: str, source: str) -> Line:
+    values: dict[str, list[float]] = {}
+    seeds: set[int] = set()
+    for run in group:
+        for key, value in numbers_of(run, source).items():
+            values.setdefault(key, []).append(value)
+            seeds.add(run["seed"])
+    cells = {
+        key: Cell(statistics.fmean(own), statistics.stdev(own) if len(own) > 1 else None) for key, own in values.items()
+    }
+    first = group[0]
+    costs = first["training_flops"], first["state_bytes"]
+    return Line(label, first["recipe"], OURS, source, tuple(sorted(seeds)), cells, *costs)
+
+
+def numbers_of(run: Facts, source: str) -> dict[str, float]:
+    """By column, in its unit; plain weights alone, and the whole validation split."""
+    found: dict[str, float | None] = {}
+    for result in run["bpb"]:
+        if result["memory"] == source and result["weights"] == "plain":
+            found[bpb_column(result["data"]).key] = result[f"bpb_{source}"]
+    for result in run["tasks"]:
+        if result["memory"] != source or result["weights"] != "plain":
+            continue
+        own: dict[str, Any] = result["tasks"]
+        found[PERPLEXITY.key] = own["lambada_openai"][f"perplexity_{source}"]
+        for task, column in zip(TASKS, ACCURACIES, strict=True):
+            found[column.key] = column.scale * own[task.name][f"{task.metric}_{source}"]
+        found[AVERAGE.key] = AVERAGE.scale * result[f"average_{source}"]
+    return {key: value for key, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def compared(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ...]:
+    """With differences to SWA and the best marked: ours among what a user gets, the paper's in its whole table."""
+    base = {
+        origin: next((line for line in lines if (line.recipe, line.origin) == (BASELINE, origin)), None)
+        for origin in (OURS, PAPER)
+    }
+    published = [published_line(recipe) for recipe in PUBLISHED]
+    rivals = {OURS: [line for line in lines if line.origin == OURS and line.memory == "recurrent"], PAPER: published}
+    found = []
+    for line in lines:
+        cells = {}
+        for column in columns:
+            if column.key not in line.cells:
+                continue
+            cell, reference = line.cells[column.key], base[line.origin]
+            compares = reference is not None and reference is not line and column.key in reference.cells
+            difference = cell.value - reference.cells[column.key].value if reference and compares else None
+            best = line.memory in ("recurrent", UNSTATED) and is_best(cell, rivals[line.origin], column)
+            cells[column.key] = replace(cell, difference=difference, best=best)
+        found.append(replace(line, cells=cells))
+    return tuple(found)
+
+
+def is_best(cell: Cell, rivals: Sequence[Line], column: Column) -> bool:
+    """As far as digits are shown; one alone has no rival."""
+    values = [line.cells[column.key].value for line in rivals if column.key in line.cells]
+    pick = max if column.higher_is_better else min
+    return len(values) > 1 and round(cell.value, column.digits) == round(pick(values), column.digits)
+
+
+def published_line(recipe: str) -> Line:
+    keys = [column.key for column in (FINEWEB, PERPLEXITY, *ACCURACIES, AVERAGE)]
+    cells = {key: Cell(value) for key, value in zip(keys, PUBLISHED[recipe], strict=True)}
+    return Line(LABELS[recipe], recipe, PAPER, UNSTATED, (), cells)

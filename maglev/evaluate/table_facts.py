@@ -1,0 +1,83 @@
+"""What a table is made of: the facts of runs, from their folders or from one JSON file that keeps them. No torch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from maglev import files
+from maglev.config import setting_values
+from maglev.errors import RequestError
+from maglev.evaluate.results import load_results
+from maglev.model.accounting import BYTES, objective_flops, state_nbytes, training_steps
+from maglev.runs import read_config, read_metrics
+
+FORMAT = "maglev-table-1"
+# of a run's training, enough to draw
+POINTS = 400
+# what does not make another row of the table
+SECTIONS = ("model.", "objective.", "optimizer.", "data.")
+TRAINING = ("train.steps", "train.tokens_per_step")
+
+Facts = dict[str, Any]
+
+
+def collect(places: Sequence[Path]) -> list[Facts]:
+    """The facts of run folders and of files that `save_facts` wrote, in the order given."""
+    found: list[Facts] = []
+    for place in places:
+        found += load_facts(place) if place.is_file() else [facts_of(place)]
+    return found
+
+
+def facts_of(run: Path) -> Facts:
+    config = read_config(run)
+    bpb, tasks, recall = (
+        [without_places(result) for result in load_results(run, kind)] for kind in ("bpb", "tasks-paper", "recall")
+    )
+    if not (bpb or tasks or recall):
+        raise RequestError(
+            f"{run} has no results yet; measure it with 'maglev eval bpb', 'maglev eval tasks' or 'maglev eval recall'"
+        )
+    steps = training_steps(config)
+    tokens = steps * config.train.tokens_per_step
+    values = setting_values(config) | {"train.steps": steps}
+    rows = [row for row in read_metrics(run) if row.get("kind") == "train"]
+    rows = rows[:: max(1, len(rows) // POINTS)]
+    return {
+        "run": run.name,
+        "recipe": config.recipe,
+        "seed": config.train.seed,
+        "settings": {key: value for key, value in values.items() if key.startswith(SECTIONS) or key in TRAINING},
+        "tokens": tokens,
+        "training_flops": 3 * objective_flops(config) * tokens,
+        "state_bytes": state_nbytes(config.model, BYTES["bfloat16"]),
+        "bpb": bpb,
+        "tasks": tasks,
+        "recall": [row for result in recall for row in result["rows"]],
+        "training": {
+            key: [row.get(key) for row in rows] for key in ("step", "next_token_loss", "consistency_loss", "memory")
+        },
+    }
+
+
+def without_places(result: Facts) -> Facts:
+    """Where runs and files lay on some machine is no fact of the run."""
+    setting = {key: value for key, value in result.get("setting", {}).items() if key != "data"}
+    return {key: value for key, value in result.items() if key != "run"} | ({"setting": setting} if setting else {})
+
+
+def save_facts(path: Path, facts: Sequence[Facts]) -> None:
+    files.write_json(path, {"format": FORMAT, "runs": list(facts)})
+
+
+def load_facts(path: Path) -> list[Facts]:
+    try:
+        value = json.loads(path.read_bytes())
+        if value["format"] != FORMAT:
+            raise ValueError(f"its format is {value['format']!r}")
+        return list(value["runs"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RequestError(
+            f"{path} is no file of table facts ({error}); name run folders, or what 'maglev table --save' wrote"
+        ) from None

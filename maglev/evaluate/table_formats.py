@@ -1,0 +1,142 @@
+"""A table as text, Markdown, CSV and LaTeX: first the numbers, then their differences to SWA."""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+
+from maglev.evaluate.table import OURS, Cell, Column, Line, PaperTable
+
+HEADINGS = ("model", "numbers", "memory", "seeds")
+NOTE = (
+    "Ours: mean over seeds ± standard deviation, where there is more than one. Best of ours in bold among recurrent "
+    "numbers, what a user gets; best of the paper's in its whole table, which is after 43.52B tokens at depth 20."
+)
+DIFFERENCES = "Difference to SWA, ours to ours and the paper's to the paper's"
+
+
+def number(cell: Cell | None, column: Column) -> str:
+    if cell is None:
+        return "–"
+    spread = "" if cell.spread is None else f" ± {cell.spread:.{column.digits}f}"
+    return f"{cell.value:.{column.digits}f}{spread}"
+
+
+def signed(cell: Cell | None, column: Column) -> str:
+    return "–" if cell is None or cell.difference is None else f"{cell.difference:+.{column.digits}f}"
+
+
+def lead(line: Line) -> list[str]:
+    seeds = str(len(line.seeds)) if line.origin == OURS else "–"
+    return [line.model, line.origin, line.memory, seeds]
+
+
+def titles(table: PaperTable) -> list[str]:
+    arrows = {True: "↑", False: "↓"}
+    return [f"{column.title} {column.unit} {arrows[column.higher_is_better]}" for column in table.columns]
+
+
+Show = Callable[[Cell | None, Column], str]
+
+
+def rows_of(table: PaperTable, show: Show, embolden: Callable[[str], str]) -> list[list[str]]:
+    found = []
+    for line in table.lines:
+        row = lead(line)
+        for column in table.columns:
+            cell = line.cells.get(column.key)
+            text = show(cell, column)
+            row.append(embolden(text) if show is number and cell is not None and cell.best else text)
+        found.append(row)
+    return found
+
+
+def differing(table: PaperTable) -> PaperTable:
+    """The lines that have a difference to show."""
+    lines = [line for line in table.lines if any(cell.difference is not None for cell in line.cells.values())]
+    return PaperTable(table.columns, tuple(lines))
+
+
+def as_text(table: PaperTable) -> str:
+    """Aligned with spaces; the best has a star."""
+    parts = []
+    for title, own, show in (("", table, number), (DIFFERENCES, differing(table), signed)):
+        rows = [[*HEADINGS, *titles(own)], *rows_of(own, show, lambda text: text + "*")]
+        if len(rows) > 1:
+            parts.append((title + "\n" if title else "") + aligned(rows))
+    return "\n\n".join([*parts, NOTE.replace("in bold", "with a star")]) + "\n"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    cells = [
+        [text.ljust(width) if index < 3 else text.rjust(width) for index, (text, width) in enumerate(zip(row, widths))]
+        for row in rows
+    ]
+    return "\n".join("  ".join(row).rstrip() for row in cells)
+
+
+def as_markdown(table: PaperTable) -> str:
+    parts = []
+    for title, own, show in (("", table, number), (DIFFERENCES, differing(table), signed)):
+        rows = rows_of(own, show, lambda text: f"**{text}**")
+        if rows:
+            head = [*HEADINGS, *titles(own)]
+            rule = ["---"] * 3 + ["---:"] * (len(head) - 3)
+            lines = ["| " + " | ".join(row) + " |" for row in (head, rule, *rows)]
+            parts.append((f"{title}:\n\n" if title else "") + "\n".join(lines))
+    return "\n\n".join([*parts, NOTE]) + "\n"
+
+
+def as_csv(table: PaperTable) -> str:
+    """One row per number, for whoever computes on."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*HEADINGS, "column", "value", "spread", "difference_to_swa", "best"])
+    for line in table.lines:
+        seeds = " ".join(map(str, line.seeds))
+        for column in table.columns:
+            cell = line.cells.get(column.key)
+            if cell is not None:
+                name = f"{column.title} {column.unit}"
+                numbers = [cell.value, cell.spread, cell.difference]
+                shown = ["" if value is None else repr(value) for value in numbers]
+                writer.writerow([line.model, line.origin, line.memory, seeds, name, *shown, int(cell.best)])
+    return out.getvalue()
+
+
+def as_latex(table: PaperTable) -> str:
+    """With booktabs; the paper's layout, a block of lines per model."""
+    columns = "llll" + "r" * len(table.columns)
+    parts = ["% needs \\usepackage{booktabs}"]
+    for title, own, show in (("", table, number), (DIFFERENCES, differing(table), signed)):
+        rows = rows_of(own, show, lambda text: f"@{text}@")
+        if not rows:
+            continue
+        units = [
+            f"{latex(column.title)} {latex(column.unit)} $\\{'uparrow' if column.higher_is_better else 'downarrow'}$"
+            for column in own.columns
+        ]
+        body = ["\\toprule", " & ".join([*HEADINGS, *units]) + " \\\\", "\\midrule"]
+        for index, (line, row) in enumerate(zip(own.lines, rows, strict=True)):
+            if index and own.lines[index - 1].recipe != line.recipe:
+                body.append("\\midrule")
+            body.append(" & ".join(latex(cell) for cell in row) + " \\\\")
+        comment = [f"% {title}"] if title else []
+        parts += [*comment, f"\\begin{{tabular}}{{{columns}}}", *body, "\\bottomrule", "\\end{tabular}"]
+    return "\n".join([*parts, f"% {NOTE}"]) + "\n"
+
+
+def latex(text: str) -> str:
+    bold = text.startswith("@")
+    plain = text.strip("@")
+    for sign, written in (
+        ("&", "\\&"),
+        ("%", "\\%"),
+        ("_", "\\_"),
+        ("#", "\\#"),
+        ("λ", "$\\lambda$"),
+        ("±", "$\\pm$"),
+        ("–", "--"),
+    ):
+        plain = plain.replace(sign, written)
+    return f"\\textbf{{{plain}}}" if bold else plain

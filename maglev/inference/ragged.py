@@ -1,0 +1,108 @@
+"""Reading many texts at once: rows of different lengths, padded on the right, each into its own row of a state.
+
+Padding stands after all that is read and attention is causal, so it changes nothing. As in `reading`, memories are the
+fixed point of parallel passes; here every row settles by itself, and what it reads does not depend on its neighbours.
+"""
+
+import torch
+from torch import Tensor
+
+from maglev.inference.checks import check_tokens
+from maglev.inference.reading import (
+    PASS_BUDGET,
+    STRIDE,
+    TOLERANCE,
+    Reader,
+    alone,
+    chunk_of,
+    default_chunk,
+    exact_positions,
+    have_settled,
+    one_pass,
+    relative_changes,
+)
+from maglev.model.chunk import Chunk
+from maglev.model.decoder import Decoder
+from maglev.model.state import DecoderState
+
+
+@torch.inference_mode()
+def read_rows_(
+    decoder: Decoder | Reader,
+    tokens: Tensor,
+    lengths: Tensor,
+    state: DecoderState,
+    *,
+    budget: int = PASS_BUDGET,
+    chunk: int | None = None,
+) -> Tensor:
+    """Read the first `lengths` (B,) of tokens (B, T) into `state`, which is rewritten in place. -> memories (B, T, D)
+
+    Those of padding mean nothing. With a budget of 0 passes every token is stepped.
+    """
+    check_tokens(tokens, decoder.config.vocab_size)
+    assert lengths.shape == (tokens.shape[0],) == (state.batch_size,)
+    size = chunk or default_chunk(decoder.config)
+    parts = [state.memory.new_empty(tokens.shape[0], 0, state.memory.shape[-1])]
+    for first in range(0, tokens.shape[1], size):
+        part = tokens[:, first : first + size]
+        counts = (lengths - first).clamp(0, part.shape[1])
+        with alone(decoder):
+            parts.append(read_part_(decoder, part, counts, state, budget))
+    return torch.cat(parts, dim=1)
+
+
+def read_part_(decoder: Decoder | Reader, tokens: Tensor, counts: Tensor, state: DecoderState, budget: int) -> Tensor:
+    if budget and decoder.config.memory == "none":
+        chunk = chunk_of(decoder, tokens, state)
+        memory = chunk.run(None)
+        chunk.commit_rows_(state, counts)
+        return memory
+    memory = state.memory.new_zeros(*tokens.shape, state.memory.shape[-1])
+    moving, done = counts > 0, 0
+    if budget:
+        chunk = chunk_of(decoder, tokens, state)
+        memory, moving, done = settle(chunk, memory, counts, min(budget, tokens.shape[1]))
+        moving = moving & (counts > done)
+        chunk.memory = memory
+        chunk.commit_rows_(state, torch.where(moving, done, counts))
+    left = moving.nonzero()[:, 0]
+    if len(left):
+        step_rows_(decoder, tokens, counts, state, memory, left, done)
+    return memory
+
+
+def settle(chunk: Chunk, memory: Tensor, counts: Tensor, budget: int) -> tuple[Tensor, Tensor, int]:
+    """Passes until no row moves or the budget is spent. -> memories, which rows still move (B,), exact positions"""
+    tolerance, stride = TOLERANCE[memory.dtype], STRIDE[memory.dtype]
+    inside = torch.arange(chunk.length, device=counts.device) < counts[:, None]  # (B, C)
+    moving, number, changes = counts > 0, 0, []
+    for number in range(1, budget + 1):
+        fresh = one_pass(chunk, memory, 1 if number == 1 else stride)
+        # padding is left out
+        changes.append(relative_changes(*(torch.where(inside[..., None], each, 0) for each in (memory, fresh))))
+        # a row that has settled stays, however long others take
+        memory = torch.where(moving[:, None, None], fresh, memory)
+        moving = moving & ~have_settled(changes, tolerance)
+        if not bool(moving.any()):
+            break
+    return memory, moving, exact_positions(number, stride)
+
+
+def step_rows_(
+    decoder: Decoder | Reader,
+    tokens: Tensor,
+    counts: Tensor,
+    state: DecoderState,
+    memory: Tensor,
+    rows: Tensor,
+    first: int,
+) -> None:
+    """Read what is left of these rows, from position `first` of the chunk on, token by token."""
+    running, ends = state.rows(rows), counts[rows].tolist()
+    for slot in range(first, max(ends)):
+        memory[rows, slot] = decoder.step_(tokens[rows, slot], running)
+        done = [index for index, end in enumerate(ends) if end == slot + 1]
+        if done:
+            own = torch.tensor(done, device=rows.device)
+            state.put_rows_(rows[own], running.rows(own))

@@ -1,0 +1,39 @@
+"""Where ranks find each other, also when torchrun starts them again."""
+
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def fresh_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
+    """A store for this start of the ranks alone.
+
+    torchrun's own outlives them: after a restart it still holds the addresses of the ranks before, and no number
+    that it gives tells one start from the next on all machines. So rank 0 draws a name for this one, and gives it to
+    every rank that asks with a question of its own; what earlier ones asked is answered to nobody.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
+    own = uuid.uuid4().hex
+    if rank == 0:
+        name = own
+        answer_until_all_came(store, name, world, timeout)
+    else:
+        store.set(f"maglev/question/{rank}", own)
+        name = store.get(f"maglev/answer/{own}").decode()
+        store.add(f"maglev/came/{name}", 1)
+    return dist.PrefixStore(name, store)
+
+
+def answer_until_all_came(store: dist.Store, name: str, world: int, timeout: timedelta) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    answered: set[str] = set()
+    while store.add(f"maglev/came/{name}", 0) < world - 1:
+        asking = [key for key in (f"maglev/question/{rank}" for rank in range(1, world)) if store.check([key])]
+        for question in {store.get(key).decode() for key in asking} - answered:
+            store.set(f"maglev/answer/{question}", name)
+            answered.add(question)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all came within {timeout.total_seconds():.0f} s")
+        time.sleep(0.005)

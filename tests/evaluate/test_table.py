@@ -1,0 +1,200 @@
+"""From results in run folders to the paper's table, its formats and its figures."""
+
+import csv
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maglev.__main__ import main
+from maglev.evaluate import table_formats
+from maglev.evaluate.paper_tasks import TASKS
+from maglev.evaluate.results import save_result
+from maglev.evaluate.table import ACCURACIES, AVERAGE, FINEWEB, LABELS, OURS, PERPLEXITY, PUBLISHED, make_table
+from maglev.evaluate.table_facts import collect
+from maglev.recipes import run_config
+from maglev.runs import CONFIG
+from tests.small_runs import Train, one_line
+
+
+def make_run(folder: Path, recipe: str, seed: int = 0, steps: int = 50, **numbers: float) -> Path:
+    """A run folder that was measured; `numbers` are bits per byte by source and an accuracy for all tasks."""
+    run = folder / f"{recipe}-{seed}-{steps}"
+    run.mkdir(parents=True)
+    settings = {"train.seed": seed, "train.steps": steps, "model.context": 64}
+    (run / CONFIG).write_text(json.dumps(run_config(recipe, 2, settings).to_dict()))
+    facts: dict[str, Any] = {"recipe": recipe, "weights": "plain", "passes": None}
+    for source in ("recurrent", "lifted"):
+        if source in numbers:
+            parts = [{"first": 0, "last": 3, f"bpb_{source}": numbers[source], "bytes": 9}]
+            value = facts | {
+                "memory": source,
+                "data": "fineweb",
+                f"bpb_{source}": numbers[source],
+                "by_position": parts,
+            }
+            save_result(run, f"bpb-fineweb-{source}", value)
+    if "accuracy" in numbers:
+        own = {task.name: {f"{task.metric}_recurrent": numbers["accuracy"]} for task in TASKS}
+        own["lambada_openai"]["perplexity_recurrent"] = 20.0
+        value = facts | {"memory": "recurrent", "tasks": own, "average_recurrent": numbers["accuracy"]}
+        save_result(run, "tasks-paper-recurrent", value)
+    rows = [
+        {"kind": "train", "step": step, "memory": "lifted" if "maglev" in recipe else "none"}
+        | {"next_token_loss": 5 / step, "consistency_loss": 1 / step}
+        for step in range(1, 20)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    return [
+        make_run(tmp_path, "maglev-shared-0.1", 0, recurrent=1.28, lifted=1.25, accuracy=0.42),
+        make_run(tmp_path, "swa-ssss", 0, recurrent=1.30, accuracy=0.40),
+        make_run(tmp_path, "swa-ssss", 1, recurrent=1.32, accuracy=0.44),
+        make_run(tmp_path, "swa-ssss", 0, 100, recurrent=1.29),
+        make_run(tmp_path, "maglev-shared-0.1", 1, recurrent=1.26, lifted=1.24, accuracy=0.46),
+    ]
+
+
+def test_the_papers_numbers_are_those_of_its_table(shared_folder: Path) -> None:
+    source = shared_folder / "paper" / "maglev.tex"
+    if not source.is_file():
+        pytest.skip("needs ../shared/paper beside the checkout")
+    found = {}
+    for line in source.read_text(encoding="utf-8").splitlines():
+        if re.match(r"(Transformer|LRT|SWA|Maglev) \(", line) and line.count("&") == 11:
+            name, *cells = line.removesuffix("\\\\").split("&")
+            found[name.strip().replace("$\\lambda", "λ").replace("$", "")] = tuple(
+                float(re.sub(r"\\best\{([\d.]+)\}", r"\1", cell).strip(" \\")) for cell in cells
+            )
+    assert found == {LABELS[recipe]: numbers for recipe, numbers in PUBLISHED.items()}
+
+
+def test_the_average_is_the_papers_mean_of_eight_accuracies() -> None:
+    """LAMBADA's included: so their own column comes out, to rounding."""
+    for numbers in PUBLISHED.values():
+        assert len(numbers[2:10]) == len(ACCURACIES) == 8
+        assert sum(numbers[2:10]) / 8 == pytest.approx(numbers[10], abs=0.11)
+
+
+def test_seeds_make_one_line_with_a_spread_and_other_settings_another(runs: list[Path]) -> None:
+    table = make_table(collect(runs))
+    ours = {(line.model, line.memory): line for line in table.lines if line.origin == OURS}
+    assert list(ours) == [
+        ("SWA (SSSS), steps 50", "recurrent"),
+        ("SWA (SSSS), steps 100", "recurrent"),
+        ("Maglev (λ=0.1)", "recurrent"),
+        ("Maglev (λ=0.1)", "lifted"),
+    ]
+    swa, double, own, lifted = ours.values()
+    assert swa.seeds == (0, 1) and double.seeds == (0,) and double.cells["fw"].spread is None
+    assert swa.cells["fw"].value == pytest.approx(1.31) and swa.cells["fw"].spread == pytest.approx(0.014142, abs=1e-6)
+    assert own.cells["fw"].difference == pytest.approx(1.27 - 1.31)
+    assert own.cells["average"].value == pytest.approx(44) and own.cells["average"].difference == pytest.approx(2)
+    # lifted memories are no contest: nobody is deployed with them
+    assert own.cells["fw"].best and not lifted.cells["fw"].best and lifted.cells["fw"].value < own.cells["fw"].value
+    # the other SWA is measured against the first one too
+    assert double.cells["fw"].difference == pytest.approx(-0.02) and swa.cells["fw"].difference is None
+    theirs = [line for line in table.lines if line.origin == "paper"]
+    assert [line.recipe for line in theirs] == ["swa-ssss", "maglev-shared-0.1"]
+    assert not theirs[1].cells["fw"].best and theirs[1].cells["hellaswag"].best
+    assert theirs[1].cells["fw"].difference == pytest.approx(0.7295 - 0.7413)
+    assert [column.key for column in table.columns] == [c.key for c in (FINEWEB, PERPLEXITY, *ACCURACIES, AVERAGE)]
+
+
+def test_another_text_has_a_column_that_the_paper_does_not_fill(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "swa-ssss", recurrent=1.3)
+    value = json.loads((run / "eval" / "bpb-fineweb-recurrent.json").read_text()) | {"data": "books"}
+    save_result(run, "bpb-books-recurrent", value)
+    table = make_table(collect([run]))
+    assert [column.title for column in table.columns][:2] == ["FW", "books"]
+    assert ["bpb books" in line.cells for line in table.lines] == [True, False]
+
+
+def test_formats_say_the_same(runs: list[Path]) -> None:
+    table = make_table(collect(runs))
+    markdown = table_formats.as_markdown(table)
+    head = next(line for line in markdown.splitlines() if line.startswith("| model"))
+    assert "FW BPB ↓" in head and "Hella Acc_n ↑" in head
+    row = next(line for line in markdown.splitlines() if line.startswith("| Maglev (λ=0.1) | ours | recurrent | 2 |"))
+    assert "**1.2700 ± 0.0141**" in row and row.count("|") == head.count("|")
+    assert "-0.0400" in markdown and "-0.0118" in markdown
+    text = table_formats.as_text(table)
+    assert "1.2700 ± 0.0141*" in text and len({line.index("memory") for line in text.splitlines() if "memory " in line})
+    rows = list(csv.DictReader(io.StringIO(table_formats.as_csv(table))))
+    found = [r for r in rows if r["model"] == "Maglev (λ=0.1)" and r["numbers"] == "ours" and r["column"] == "FW BPB"]
+    assert [(float(r["value"]), r["memory"], r["best"]) for r in found] == [
+        (pytest.approx(1.27), "recurrent", "1"),
+        (pytest.approx(1.245), "lifted", "0"),
+    ]
+    latex = table_formats.as_latex(table)
+    assert "\\textbf{1.2700 $\\pm$ 0.0141}" in latex and "Maglev ($\\lambda$=0.1)" in latex and "Acc\\_n" in latex
+    assert latex.count("\\begin{tabular}") == latex.count("\\end{tabular}") == 2 and "λ" not in latex
+
+
+def test_the_verb_writes_tables_and_figures_and_keeps_what_they_are_made_of(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra 'report' of maglev")
+    out, kept = tmp_path / "out", tmp_path / "results.json"
+    recalled = [
+        {"recipe": "swa-ssss", "variant": "pairs", "pairs": 4, "chance": 0.03, "memory": "recurrent", "passes": None}
+        | {"distance": label, "accuracy": 0.5, "items": 9, "settings": {}, "seed": 0}
+        for label in ("0-1", "1-2")
+    ]
+    save_result(runs[1], "recall-pairs-4-64", {"recipe": "swa-ssss", "rows": recalled})
+    assert main(["table", *map(str, runs), "--out", str(out), "--save", str(kept)]) == 0
+    assert "1.2700 ± 0.0141*" in capsys.readouterr().out
+    names = {path.name for path in out.iterdir()}
+    pictures = {"consistency.svg", "position-fineweb.svg", "cost-fineweb.svg", "recall.svg"}
+    assert names == {"table.txt", "table.md", "table.csv", "table.tex"} | pictures
+    # from the one file, the same table to the byte, and no folder is needed any more
+    for run in runs:
+        shutil.rmtree(run)
+    again = tmp_path / "again"
+    assert main(["table", str(kept), "--out", str(again), "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert len(value["files"]) == 8 and value["lines"][0]["memory"] == "recurrent"
+    # that one is drawn by 'eval recall', with a date in it
+    for name in names - {"recall.svg"}:
+        assert (out / name).read_bytes() == (again / name).read_bytes(), name
+
+
+def test_what_eval_bpb_finds_is_in_the_table(
+    trained: Train, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained("maglev-shared-0.1"), run)
+    shutil.rmtree(run / "eval", ignore_errors=True)
+    words = ["eval", "bpb", str(run), "--data", str(data), "--json"]
+    assert main([*words, "--rows", "2"]) == 0 and not (run / "eval").exists()
+    capsys.readouterr()
+    assert main([*words, "--memory", "lifted"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert main(["table", str(run), "--out", str(tmp_path / "out"), "--no-figures", "--memory", "lifted"]) == 0
+    assert f"{value['bpb_lifted']:.4f}" in capsys.readouterr().out
+
+
+def test_bad_requests_end_in_one_line(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = make_run(tmp_path / "bare", "swa-ssss")
+    damaged = make_run(tmp_path / "damaged", "swa-ssss", recurrent=1.0)
+    (damaged / "eval" / "bpb-fineweb-recurrent.json").write_text("{")
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    for words, line in {
+        (str(bare),): "has no results yet; measure it with 'maglev eval bpb'",
+        (str(damaged),): "cannot be read",
+        (str(other),): "is no file of table facts",
+        (str(tmp_path / "nowhere"),): "is not a run folder",
+        (str(runs[0]), "--memory", "own"): "--memory is 'own'",
+    }.items():
+        capsys.readouterr()
+        assert main(["table", *words, "--out", str(tmp_path / "out")]) == 2
+        assert line in one_line(capsys)

@@ -1,0 +1,297 @@
+"""The eight tasks as lm-evaluation-harness defines them, on local files: counts, prompts, an oracle, three steps."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from maglev.__main__ import main
+from maglev.data.tokenizer import Tokenizer
+from maglev.errors import RequestError, WorkError
+from maglev.evaluate.paper_tasks import BY_NAME, TASKS, read_rows
+from maglev.evaluate.requests import Request, Score, load_requests
+from tests.evaluate.task_files import ITEMS, Oracle, write_tasks
+from tests.small_runs import Train, one_line
+
+pytest.importorskip("lm_eval", reason="needs lm_eval, the extra 'tasks' of maglev")
+
+from maglev.evaluate import harness
+from maglev.evaluate.harness import HarnessLM, TaskSetting, build_requests, evaluate, task_names
+from maglev.evaluate.results import load_results, task_result
+
+# as the issue and the data's README state them, in the order of the paper's columns
+COUNTS = (5153, 1838, 10042, 1267, 2376, 1172, 1954, 3270)
+
+
+@pytest.fixture(scope="session")
+def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tasks(tmp_path_factory.mktemp("eval"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(data: Path) -> Tokenizer:
+    return Tokenizer.load(data / "tokenizer.json")
+
+
+@pytest.fixture(scope="session")
+def eval_folder(shared_folder: Path) -> Path:
+    folder = shared_folder / "data" / "eval"
+    if not folder.is_dir():
+        pytest.skip("needs ../shared/data/eval beside the checkout")
+    return folder
+
+
+def results(model: HarnessLM, folder: Path, items: int, work: Path, names: str = "paper") -> dict[str, Any]:
+    found = evaluate(model, TaskSetting(task_names(names), str(folder), limit=items), work, bootstraps=10)
+    return task_result(found, {"memory": "recurrent"}, {})
+
+
+def test_item_counts_are_those_of_the_official_splits(eval_folder: Path) -> None:
+    assert tuple(task.items for task in TASKS) == COUNTS
+    assert tuple(len(read_rows(eval_folder, task)) for task in TASKS) == COUNTS
+    # the harness takes the last word off again
+    lines = (eval_folder / "lambada.jsonl").read_text(encoding="utf-8").splitlines()
+    for line, row in zip(lines, read_rows(eval_folder, BY_NAME["lambada_openai"]), strict=True):
+        assert row["text"].split(" ")[-1] == json.loads(line)["continuation"]
+
+
+@pytest.mark.parametrize("place", ["a handful", "../shared"])
+def test_an_oracle_gets_everything_right_and_a_guess_chance(
+    place: str, tasks_folder: Path, request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    folder = tasks_folder if place == "a handful" else request.getfixturevalue("eval_folder")
+    items = ITEMS if place == "a handful" else 50
+    right = results(HarnessLM(tokenizer, Oracle(folder, tokenizer, items), None), folder, items, tmp_path / "a")
+    assert right["average_recurrent"] == 1.0
+    for task in TASKS:
+        assert right["tasks"][task.name][f"{task.metric}_recurrent"] == 1.0, task.name
+        assert right["tasks"][task.name]["items"] == items
+    assert right["tasks"]["lambada_openai"]["perplexity_recurrent"] == 1.0
+    if place == "a handful":
+        return
+    guess = Oracle(folder, tokenizer, items, guess=True)
+    guessed = results(HarnessLM(tokenizer, guess, None), folder, items, tmp_path / "b")["tasks"]
+    for task in TASKS:
+        spread = math.sqrt(task.chance * (1 - task.chance) / items)
+        assert abs(guessed[task.name][f"{task.metric}_recurrent"] - task.chance) <= 3.5 * spread, task.name
+        if task.metric == "acc" and task.chance:
+            assert guessed[task.name]["acc_recurrent_stderr"] == pytest.approx(spread, abs=0.03)
+
+
+def test_prompts_begin_with_bos_once_and_split_where_the_harness_splits(
+    tasks_folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    setting = TaskSetting(task_names("paper"), str(tasks_folder), limit=1)
+    requests, cut = build_requests(tokenizer, setting, tmp_path)
+    assert not cut
+    texts = []
+    for asked in requests:
+        assert asked.context[0] == tokenizer.bos_id and tokenizer.bos_id not in asked.context[1:] + asked.continuation
+        texts.append((tokenizer.decode(asked.context[1:]), tokenizer.decode(asked.continuation)))
+        assert list(asked.context[1:] + asked.continuation) == tokenizer.encode("".join(texts[-1]))
+    assert texts[0] == ('"Look at the river," she said, and he turned to the', " river")
+    assert texts[1] == ("Question: How to clean a river?\nAnswer:", " Use the engine.")
+    assert texts[4] == ("Sitting: A man sits on a planet. He", "  opens the engine slowly.")
+    assert texts[7][0].endswith("because the river") and texts[8][1] == " was too large."
+    assert texts[-3] == ("Q: Ada saw a teacher. What comes next?\nA:", " sleep")
+    assert texts[-1] == ("A river is not a engine.\nQuestion: is a river a engine?\nAnswer:", " yes")
+
+
+def test_the_hubs_data_sets_make_the_same_requests(
+    tasks_folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and splits as the harness asks the Hub for them; the rows of two tasks stand in for its answer."""
+    import datasets
+
+    names = ("arc_easy", "boolq")
+    local, _ = build_requests(tokenizer, TaskSetting(names, str(tasks_folder), limit=ITEMS), tmp_path / "local")
+    asked = {}
+
+    def from_hub(path: str, name: str | None = None, **_: Any) -> datasets.DatasetDict:
+        task = BY_NAME["arc_easy" if name == "ARC-Easy" else "boolq"]
+        asked[path, name] = task.name
+        rows = datasets.Dataset.from_list(read_rows(tasks_folder, task, ITEMS))
+        return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
+
+    monkeypatch.setattr(datasets, "load_dataset", from_hub)
+    found, _ = build_requests(tokenizer, TaskSetting(names, None), tmp_path / "hub")
+    assert found == local and asked == {
+        ("allenai/ai2_arc", "ARC-Easy"): "arc_easy",
+        ("aps/super_glue", "boolq"): "boolq",
+    }
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(WorkError, match=r"'boolq' did not come from the Hub .*give files with --data"):
+        build_requests(tokenizer, TaskSetting(("boolq",), None), tmp_path)
+    # there are thousands of others to look through, which takes its time
+    without = harness.TaskManager(include_defaults=False)
+    monkeypatch.setattr(harness, "TaskManager", lambda: without)
+    with pytest.raises(RequestError, match=r"lm_eval 0\.4\.\d+ has no task 'booolq'"):
+        build_requests(tokenizer, TaskSetting(("booolq",), None), tmp_path)
+
+
+def test_bos_stands_for_an_empty_context_and_is_cut_with_the_beginning(tokenizer: Tokenizer) -> None:
+    seen: list[Request] = []
+
+    def answer(requests: Any) -> list[Score]:
+        seen.extend(requests)
+        return [Score(-1.0, False)] * len(requests)
+
+    model = HarnessLM(tokenizer, answer, 8)
+    pair = SimpleNamespace(args=("", "abc"))
+    assert model.loglikelihood([pair]) == [(-1.0, False)]
+    assert seen.pop() == Request((tokenizer.bos_id,), tuple(tokenizer.encode("abc")))
+    # a space at the end of the context goes to the continuation
+    model.loglikelihood([SimpleNamespace(args=("one ", "two"))])
+    assert tokenizer.decode(seen.pop().continuation) == " two"
+    long, end = "zq" * 20, " jx"
+    model.loglikelihood([SimpleNamespace(args=(long, end))])
+    whole = [tokenizer.bos_id, *tokenizer.encode(long + end)]
+    cut = seen.pop()
+    assert list(cut.context + cut.continuation) == whole[-9:] and model.cut == 1
+    with pytest.raises(RequestError, match="leave no context within 8"):
+        model.loglikelihood([SimpleNamespace(args=("a", long))])
+    # rolling: every token once, the first after BOS
+    assert model.loglikelihood_rolling([SimpleNamespace(args=(long,))]) == [-float(len(seen))]
+    assert [token for asked in seen for token in asked.continuation] == tokenizer.encode(long)
+    assert seen[0].context == (tokenizer.bos_id,)
+    with pytest.raises(RequestError, match="writes text"):
+        model.generate_until([])
+
+
+def test_text_is_written_up_to_a_stop(trained: Train) -> None:
+    import maglev
+
+    lm = maglev.load(trained("maglev-shared-0.1"), device="cpu")
+    model = HarnessLM(lm.tokenizer, lambda requests: [], None, lm)
+    whole = "".join(lm.generate("The", max_tokens=12, temperature=0))
+    options = {"until": [whole[3:5]], "max_gen_toks": 12, "do_sample": False}
+    assert model.generate_until([SimpleNamespace(args=("The", options))]) == [whole[: whole.index(whole[3:5])]]
+
+
+def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_three_steps_are_one_step_to_the_bit(
+    trained: Train, tasks_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, asked, scores = str(trained("maglev-shared-0.1")), str(tmp_path / "r.safetensors"), str(tmp_path / "s.json")
+    common = ["--data", str(tasks_folder), "--limit", str(ITEMS)]
+    once = said(["eval", "tasks", run, "--tasks", "paper", *common], capsys)
+    built = said(["eval", "tasks", run, *common, "--requests", asked], capsys)
+    requests = load_requests(Path(asked)).requests
+    assert built["count"] == len(requests) and built["contexts"] < len(requests)
+    # the run was trained on 32 tokens, so long prompts lose their beginning
+    assert built["cut"] == once["setting"]["cut"] > 0
+    assert max(len(r.context) + len(r.continuation) - 1 for r in requests) == 32
+    said(["eval", "score", run, "--requests", asked, "--out", scores], capsys)
+    later = said(["eval", "tasks", "--scores", scores], capsys)
+    assert later == once
+    assert set(once["tasks"]) == set(BY_NAME) and 0 <= once["average_recurrent"] <= 1
+    assert {
+        "items",
+        "acc_recurrent",
+        "acc_recurrent_stderr",
+        "perplexity_recurrent",
+        "perplexity_recurrent_stderr",
+    } == set(once["tasks"]["lambada_openai"])
+    # a part of the items is no result to keep
+    assert not load_results(Path(run), "tasks")
+    value = json.loads(Path(scores).read_text())
+    value["logprob"].pop()
+    value["greedy"].pop()
+    Path(scores).write_text(json.dumps(value))
+    assert main(["eval", "tasks", "--scores", scores]) == 2
+    assert "these tasks and data make other ones" in capsys.readouterr().err
+
+
+def test_whole_files_are_kept_in_the_run_by_memory_source(
+    trained: Train,
+    tasks_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained("maglev-shared-0.1"), run)
+    monkeypatch.setattr(
+        "maglev.evaluate.paper_tasks.read_rows", lambda folder, task, limit: read_rows(folder, task, ITEMS)
+    )
+    words = ["eval", "tasks", str(run), "--tasks", "piqa,boolq", "--data", str(tasks_folder), "--memory", "lifted"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "scoring, lifted memories: 12 of 12 requests" in err
+    shown = " ".join(out.split())
+    assert "lifted memories" in shown and "standard error" in shown and "acc_norm" in shown
+    (found,) = load_results(run, "tasks")
+    assert found["memory"] == "lifted" and "acc_lifted_stderr" in found["tasks"]["boolq"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--data", "nowhere"], "--data is nowhere, which is no folder"),
+        (["--tasks", "mmlu", "--data", "TASKS"], "no local file for task 'mmlu'"),
+        (["--tasks", ",", "--data", "TASKS"], "--tasks is ','"),
+        (["--data", "TASKS"], "lambada.jsonl has 3 items and lambada_openai has 5,153; bring the whole file"),
+        (["--data", "TASKS", "--limit", "0"], "--limit is 0; it must be at least 1"),
+        (["--data", "TASKS", "--limit", "1", "--memory", "own"], "--memory is 'own'"),
+        (["--data", "TASKS", "--limit", "1", "--passes", "2"], "--passes goes with --memory refined"),
+        (["--data", "TASKS", "--limit", "1", "--batch-rows", "0"], "--batch-rows is 0"),
+        (["--data", "TASKS", "--limit", "1", "--reading", "fast"], "--reading is 'fast'"),
+        (["--scores", "nowhere.json"], "nowhere.json does not exist"),
+        (["--scores", "x", "--limit", "1"], "--limit was settled"),
+        (["--scores", "x", "--requests", "y"], "give one of them"),
+    ],
+)
+def test_bad_requests_end_in_one_line(
+    words: list[str], line: str, trained: Train, tasks_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained("maglev-shared-0.1")
+    capsys.readouterr()
+    chosen = [str(tasks_folder) if word == "TASKS" else word for word in words]
+    assert main(["eval", "tasks", str(run), *chosen]) == 2
+    assert line in [*capsys.readouterr().err.splitlines()][-1]
+
+
+def test_bad_files_are_named(
+    tasks_folder: Path, trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piqa = BY_NAME["piqa"]
+    for content, line in {
+        '{"goal": "x"': "line 1: this is no JSON",
+        '{"goal": "x", "sol1": "a", "label": 0}': "line 1: no field 'sol2'",
+    }.items():
+        (tmp_path / piqa.file).write_text(content)
+        with pytest.raises(RequestError, match=line):
+            read_rows(tmp_path, piqa, 1)
+    with pytest.raises(RequestError, match=r"boolq.jsonl does not exist; boolq needs it"):
+        read_rows(tmp_path, BY_NAME["boolq"])
+    (tmp_path / "arc_easy.jsonl").write_text('{"query": "What?", "choices": ["a"], "gold": 0}')
+    with pytest.raises(RequestError, match="this is not an item of arc_easy"):
+        read_rows(tmp_path, BY_NAME["arc_easy"], 1)
+    run = tmp_path / "run"
+    shutil.copytree(trained("maglev-shared-0.1"), run)
+    (run / "tokenizer.json").unlink()
+    capsys.readouterr()
+    assert main(["eval", "tasks", str(run), "--data", str(tasks_folder), "--limit", "1"]) == 2
+    assert "has no tokenizer.json" in one_line(capsys)
+
+
+def test_a_harness_without_a_task_is_named(
+    tasks_folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm_eval.tasks.__file__", str(tmp_path / "__init__.py"))
+    setting = TaskSetting(("piqa",), str(tasks_folder), limit=1)
+    with pytest.raises(RequestError, match=r"this lm_eval has no piqa/piqa.yaml and so no piqa"):
+        build_requests(tokenizer, setting, tmp_path)

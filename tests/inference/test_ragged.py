@@ -1,0 +1,98 @@
+"""Rows of different lengths read at once end where each of them ends alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from maglev.inference.fast_step import FastDecoder
+from maglev.inference.ragged import read_rows_
+from maglev.model.decoder import Decoder
+from maglev.model.state import DecoderState
+from tests.helpers import random_tokens, small, step_through
+
+RECIPES = ("swa-ssss", "transformer-slsl", "lrt-slsl", "maglev-shared-0.1")
+LENGTHS = (37, 1, 8, 0, 23, 16)
+
+
+def assert_same_state(ours: DecoderState, theirs: DecoderState, tolerance: float) -> None:
+    """Rings up to what was read: slots that no position has reached hold nothing."""
+    assert torch.equal(ours.position, theirs.position)
+    pairs = [(ours.memory, theirs.memory)]
+    for mine, other in zip(ours.caches, theirs.caches, strict=True):
+        pairs += [(mine.key, other.key), (mine.value, other.value)]
+    for mine, other in pairs:
+        assert (mine - other).abs().max() <= tolerance * other.abs().max().clamp_min(1)
+
+
+def alone(decoder: Decoder, tokens: Tensor) -> DecoderState:
+    state = decoder.initial_state(1)
+    with torch.no_grad():
+        for token in tokens:
+            decoder.step_(token[None], state)
+    return state
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("budget", "chunk"), [(24, None), (24, 11), (3, None), (0, 11)])
+def test_every_row_ends_as_if_it_were_alone(recipe: str, budget: int, chunk: int | None) -> None:
+    """Settled, out of budget and stepped; in one chunk and in several; with rows that read nothing."""
+    decoder = small(recipe, scale=0.3).decoder
+    tokens, lengths = random_tokens(len(LENGTHS), max(LENGTHS)), torch.tensor(LENGTHS)
+    state = decoder.initial_state(len(LENGTHS))
+    memory = read_rows_(decoder, tokens, lengths, state, budget=budget, chunk=chunk)
+    for row, length in enumerate(LENGTHS):
+        expected = alone(decoder, tokens[row, :length])
+        assert_same_state(state.row(row), expected, 1e-9)
+        if length:
+            stepped = step_through(decoder, tokens[row : row + 1, :length])
+            assert (memory[row : row + 1, :length] - stepped).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_reading_goes_on_from_forks(recipe: str) -> None:
+    """From rows at different positions, some of them twice, to lengths of their own."""
+    decoder = small(recipe, scale=0.3).decoder
+    first, more = random_tokens(3, 19), random_tokens(4, 9, seed=1)
+    state = decoder.initial_state(3)
+    read_rows_(decoder, first, torch.tensor([19, 5, 12]), state)
+    parents, lengths = torch.tensor([0, 0, 1, 2]), torch.tensor([9, 4, 7, 1])
+    forked = state.rows(parents)
+    read_rows_(decoder, more, lengths, forked)
+    for row, (parent, length) in enumerate(zip((0, 0, 1, 2), (9, 4, 7, 1), strict=True)):
+        before = first[parent, : (19, 5, 12)[parent]]
+        assert_same_state(forked.row(row), alone(decoder, torch.cat((before, more[row, :length]))), 1e-9)
+    assert state.position.tolist() == [19, 5, 12]
+
+
+def test_padding_is_never_looked_at() -> None:
+    decoder = small("maglev-shared-0.1", scale=0.3).decoder
+    tokens = random_tokens(2, 12)
+    other = tokens.clone()
+    other[0, 5:] = 0
+    found = []
+    for given in (tokens, other):
+        state = decoder.initial_state(2)
+        read_rows_(decoder, given, torch.tensor([5, 12]), state)
+        found.append(state)
+    assert_same_state(found[0], found[1], 0)
+
+
+def test_the_kernels_order_of_work_reads_the_same() -> None:
+    """As on a GPU, by the reference of its kernels."""
+    decoder = small("maglev-shared-0.1", scale=0.3).decoder
+    fast = FastDecoder(decoder, backend="torch")
+    tokens, lengths = random_tokens(3, 20), torch.tensor([20, 3, 11])
+    ours, theirs = fast.initial_state(3), decoder.initial_state(3)
+    read_rows_(fast, tokens, lengths, ours)
+    read_rows_(decoder, tokens, lengths, theirs)
+    assert_same_state(ours, theirs, 1e-8)
+
+
+def test_rounding_that_is_left_is_no_reason_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deep decoder in bfloat16 whose passes never come under the tolerance: it settles where the change stalls."""
+    shape = {"depth": 20, "width": 64, "heads": 4, "window": 8, "context": 64}
+    decoder = small("maglev-shared-0.1", scale=0.9, dtype=torch.bfloat16, **shape).decoder
+    monkeypatch.setattr(Decoder, "step_", lambda *_: pytest.fail("a token was stepped"))
+    state, lengths = decoder.initial_state(2), torch.tensor([90, 60])
+    read_rows_(decoder, random_tokens(2, 90), lengths, state)
+    assert state.position.tolist() == [90, 60]

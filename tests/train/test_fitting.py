@@ -1,0 +1,209 @@
+"""The micro-batch that fits: found by measuring, halved where memory runs out, named where the user fixed it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maglev.errors import RequestError, WorkError
+from maglev.objectives.maglev import MaglevObjective
+from maglev.recipes import run_config
+from maglev.train import fitting, launch, loop, passes, setup
+from maglev.train.fitting import divisors, find_rows, largest_divisor, smaller
+from maglev.train.passes import Passes
+from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, losses_of
+
+pytestmark = pytest.mark.usefixtures("without_speed")
+
+
+class FakeMemory:
+    """A device of `size` bytes, `base` of them in use, where a row of a pass takes `row` and any pass `fixed`."""
+
+    def __init__(self, size: int, row: int, base: int = 0, fixed: int = 0) -> None:
+        self.size, self.row, self.base, self.fixed = size, row, base, fixed
+        self.tried: list[int] = []
+
+    def usable(self) -> int:
+        return self.size
+
+    def held(self) -> int:
+        return self.base
+
+    def try_pass(self, rows: int) -> None:
+        self.tried.append(rows)
+        if self.needs(rows) > 1.1 * self.size:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    def needs(self, rows: int) -> int:
+        return self.base + self.fixed + rows * self.row
+
+    def peak_of(self, work: Callable[[], None]) -> int | None:
+        return self.needs(self.tried[-1]) if fitting.sufficed(work) else None
+
+
+@pytest.mark.parametrize(
+    ("size", "guess", "expected", "tried"),
+    [
+        (1000, 8, 8, [8]),
+        (1000, 1, 8, [1, 8]),
+        (1000, 32, 8, [32, 16, 8]),
+        (3400, 8, 32, [8, 32]),
+        (10**9, 8, 32, [8, 32]),
+        (150, 16, 1, [16, 8, 4, 2, 1]),
+        (50, 4, 0, [4, 2, 1]),
+    ],
+)
+def test_the_largest_that_fits_is_found(size: int, guess: int, expected: int, tried: list[int]) -> None:
+    memory, cleared = FakeMemory(size, row=100), []
+    found = find_rows(64, guess, 32, memory, memory.try_pass, lambda: cleared.append(1))
+    assert (found, memory.tried) == (expected, tried) and len(cleared) == len(tried)
+
+
+@pytest.mark.parametrize("base", [0, 37, 400])
+@pytest.mark.parametrize("fixed", [0, 55, 300])
+@pytest.mark.parametrize("guess", [1, 3, 12, 48])
+def test_what_is_found_fits_and_is_near_the_most(guess: int, fixed: int, base: int) -> None:
+    memory = FakeMemory(1400, row=100, base=base, fixed=fixed)
+    found = find_rows(48, guess, 48, memory, memory.try_pass, lambda: None)
+    assert memory.needs(found) <= memory.size
+    # what does not grow with the rows is taken for growing, so one divisor may be left out
+    following = [divisor for divisor in divisors(48) if divisor > found][1]
+    assert memory.needs(following) > memory.size
+
+
+def test_all_ranks_take_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank can hold four rows, whatever this one can."""
+    monkeypatch.setattr(fitting, "largest_over_ranks", lambda value: max(value, -4))
+    memory = FakeMemory(10**6, row=100)
+    assert find_rows(64, 16, 64, memory, memory.try_pass, lambda: None) == 4
+    assert memory.tried == [16, 4]
+
+
+def test_passes_of_one_shape() -> None:
+    assert [largest_divisor(12, most) for most in (0, 1, 5, 6, 11, 99)] == [1, 1, 4, 6, 6, 12]
+    assert [smaller(12, rows) for rows in (12, 6, 4, 3, 2, 1)] == [6, 3, 2, 1, 1, 0]
+
+
+def limit_passes(monkeypatch: pytest.MonkeyPatch, most: int, from_pass: int = 0) -> list[int]:
+    """Passes of more than `most` rows run out of memory in their backward; how many rows each pass had."""
+    plain, seen = Passes.add_pass, []
+
+    def add_pass(self: Passes, part: Any, *rest: Any) -> None:
+        seen.append(len(part.tokens))
+        plain(self, part, *rest)
+        if len(part.tokens) > most and len(seen) > from_pass:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Passes, "add_pass", add_pass)
+    return seen
+
+
+def train(data: Path, run: Path, settings: dict[str, Any] | None = None) -> list[str]:
+    watch = Unwatched()
+    launch.train("maglev-shared-0.1", data, run, watch, depth=1, settings=SMALL | FAST | (settings or {}))
+    return watch.lines
+
+
+def test_a_step_that_runs_out_of_memory_is_made_with_smaller_passes(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the third of six steps: nothing is lost, nothing counts twice."""
+    train(data, tmp_path / "plain")
+    seen = limit_passes(monkeypatch, most=1, from_pass=2)
+    said = train(data, tmp_path / "short")
+    assert seen == [4, 4, 4, 2] + 4 * [1, 1, 1, 1]
+    assert [line for line in said if "out of memory with 4 rows per pass; the step begins anew with 2" in line]
+    np.testing.assert_allclose(losses_of(tmp_path / "short"), losses_of(tmp_path / "plain"), rtol=0, atol=1e-5)
+    assert [step for step, *_ in losses_of(tmp_path / "short")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_micro_batch_that_the_user_fixed_ends_in_a_line_that_names_what_fits(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_passes(monkeypatch, most=2)
+    with pytest.raises(WorkError, match="passes of 4 rows do not fit into the memory of cpu; 2 fit: set it to that"):
+        train(data, tmp_path / "run", {"train.rows_per_pass": 4})
+    assert losses_of(tmp_path / "run") == []
+    with pytest.MonkeyPatch.context() as patch:
+        limit_passes(patch, most=0)
+        with pytest.raises(WorkError, match=r"not even a micro-batch of one row fits; set train.recompute to full"):
+            train(data, tmp_path / "none")
+
+
+def test_the_trainer_measures_before_its_first_step_and_changes_nothing(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(data, tmp_path / "plain", {"train.rows_per_pass": 2})
+    memory = FakeMemory(250, row=100)
+
+    class Measured(Passes):
+        def add_pass(self, part: Any, *rest: Any) -> None:
+            memory.try_pass(len(part.tokens))
+            super().add_pass(part, *rest)
+
+    monkeypatch.setattr(loop, "Passes", Measured)
+    monkeypatch.setattr(passes, "memory_of", lambda device: memory)
+    said = train(data, tmp_path / "found")
+    assert memory.tried[:2] == [4, 2] and memory.tried[2:] == 12 * [2]
+    assert [line for line in said if "2 x 2 rows per rank" in line]
+    assert_same_tensors(tmp_path / "found", tmp_path / "plain")
+    # what the user fixed is not looked for
+    memory.tried.clear()
+    train(data, tmp_path / "fixed", {"train.rows_per_pass": 1})
+    assert set(memory.tried) == {1} and len(memory.tried) == 24
+
+
+def test_the_guess_follows_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config("maglev-shared-0.1", 12)
+    found = {}
+    for free in (20, 70, 140):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free << 30, 141 << 30))
+        found[free] = setup.rows_per_pass(config, 256, torch.device("cuda"))
+    assert found[20] < found[70] <= found[140] == 32 == setup.most_rows(config)
+
+
+def test_a_gpu_without_bfloat16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
+    with pytest.raises(RequestError, match="Old GPU has no bfloat16; set"):
+        setup.compute_dtype(run_config("swa-ssss", 1), torch.device("cuda"))
+    exact = run_config("swa-ssss", 1, {"train.precision": "float32"})
+    assert setup.compute_dtype(exact, torch.device("cuda")) == torch.float32
+
+
+def fail_in_the_compiler(monkeypatch: pytest.MonkeyPatch, message: str, times: int) -> None:
+    class InductorError(RuntimeError):
+        pass
+
+    InductorError.__module__ = "torch._inductor.exc"
+    plain, count = MaglevObjective.forward, [0]
+
+    def forward(self: MaglevObjective, *arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] <= times:
+            raise InductorError(message)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(MaglevObjective, "forward", forward)
+
+
+def test_a_kernel_that_cannot_be_built_is_told_in_one_line(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_in_the_compiler(monkeypatch, "out of resource: shared memory\nand a long trace", times=1)
+    with pytest.raises(WorkError, match="InductorError: out of resource: shared memory; set") as told:
+        train(data, tmp_path / "run")
+    assert "attention on cpu" in str(told.value) and "\n" not in str(told.value)
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+
+
+def test_memory_that_the_compiler_lacks_is_memory_that_is_lacking(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_in_the_compiler(monkeypatch, "OutOfMemoryError: CUDA out of memory.", times=1)
+    said = train(data, tmp_path / "run")
+    assert [line for line in said if "out of memory with 4 rows per pass" in line]
+    assert len(losses_of(tmp_path / "run")) == 6
