@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from maglev.config import LRTConfig
 from maglev.errors import RequestError
 from maglev.files import write_text
 from maglev.hf.caching import check_cache, is_empty, keep_state, position_in, state_in, step
@@ -26,7 +25,6 @@ from maglev.inference.checks import check_tokens
 from maglev.model.attention import Block
 from maglev.model.decoder import Decoder
 from maglev.model.init import draw
-from maglev.model.layers import MLP
 from maglev.objectives import build_objective
 from maglev.objectives.losses import Objective, next_token_loss
 from maglev.objectives.prefiller import SeparatePrefiller
@@ -109,13 +107,8 @@ class MaglevForCausalLM(PreTrainedModel, GenerationMixin):
             raise RequestError("this export has no prefiller, so it cannot be trained on; export the run with it")
         check_tokens(input_ids, self.config.vocab_size)
         checkpointing = self._gradient_checkpointing_func if self.gradient_checkpointing else None
-        with own_mixed_precision(self.decoder), checkpointed(self.objective, self.checkpointed_parts(), checkpointing):
+        with own_mixed_precision(self.decoder), checkpointed(self.objective, checkpointing):
             return self.objective(input_ids, targets_of(labels, real), documents_of(real)).total
-
-    def checkpointed_parts(self) -> type[nn.Module]:
-        """Blocks, but for interleaved passes: these write keys and values on the way, which must not happen twice."""
-        objective = self.config.run_config.objective
-        return MLP if isinstance(objective, LRTConfig) and objective.schedule == "interleaved" else Block
 
     @torch.no_grad()
     def read(
@@ -187,16 +180,16 @@ def own_mixed_precision(decoder: Decoder) -> Iterator[None]:
 
 
 @contextmanager
-def checkpointed(module: nn.Module, kind: type[nn.Module], checkpoint: Callable[..., Any] | None) -> Iterator[None]:
-    """Parts of that kind keep their inputs alone and are computed again in the backward pass."""
+def checkpointed(module: nn.Module, checkpoint: Callable[..., Any] | None) -> Iterator[None]:
+    """Blocks keep their inputs alone and are computed again in the backward pass."""
     if checkpoint is None:
         yield
         return
-    parts = [part for part in module.modules() if isinstance(part, kind)]
-    for part in parts:
-        part.forward = partial(checkpoint, part.forward)
+    blocks = [part for part in module.modules() if isinstance(part, Block)]
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for part in parts:
-            del part.forward
+        for block in blocks:
+            del block.forward
