@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 import maglev
 from maglev.__main__ import main
 from maglev.data.tokenizer import Tokenizer, bos_template
-from tests.hf.conftest import Export
 from tests.hf.models import KINDS
 from tests.small_runs import Train, assert_same_tensors, one_line, tensors_of
 
@@ -30,8 +29,8 @@ def opened(folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("recipe", KINDS)
-def test_logits_and_text_are_the_engines(recipe: str, trained: Train, exported: Export) -> None:
-    lm = maglev.load(trained(recipe, 2))
+def test_logits_and_text_are_the_engines(recipe: str, lively: Train, exported: Train) -> None:
+    lm = maglev.load(lively(recipe))
     model, tokenizer = opened(exported(recipe))
     texts = [TEXT, "Once"]
     ids = tokenizer(TEXT, return_tensors="pt")
@@ -48,8 +47,8 @@ def test_logits_and_text_are_the_engines(recipe: str, trained: Train, exported: 
 
 
 @pytest.mark.parametrize("recipe", KINDS)
-def test_back_to_the_bit(recipe: str, trained: Train, exported: Export, tmp_path: Path) -> None:
-    run, back = trained(recipe, 2), tmp_path / "back"
+def test_back_to_the_bit(recipe: str, lively: Train, exported: Train, tmp_path: Path) -> None:
+    run, back = lively(recipe), tmp_path / "back"
     assert main(["export", str(exported(recipe)), str(back), "--format", "run"]) == 0
     for name in ("config.json", "tokenizer.json"):
         assert (back / name).read_bytes() == (run / name).read_bytes()
@@ -58,22 +57,22 @@ def test_back_to_the_bit(recipe: str, trained: Train, exported: Export, tmp_path
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
-def test_saved_by_transformers_it_comes_back_too(trained: Train, exported: Export, tmp_path: Path) -> None:
+def test_saved_by_transformers_it_comes_back_too(lively: Train, exported: Train, tmp_path: Path) -> None:
     model, tokenizer = opened(exported("maglev-shared-0.1"))
     model.save_pretrained(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
     assert main(["export", str(tmp_path / "saved"), str(tmp_path / "back"), "--format", "run"]) == 0
     assert main(["export", str(exported("maglev-shared-0.1")), str(tmp_path / "direct"), "--format", "run"]) == 0
     assert_same_tensors(tmp_path / "back", tmp_path / "direct")
-    lm, again = maglev.load(trained("maglev-shared-0.1", 2)), maglev.load(tmp_path / "back")
+    lm, again = maglev.load(lively("maglev-shared-0.1")), maglev.load(tmp_path / "back")
     assert again.fingerprint == lm.fingerprint
     assert again.tokenizer.encode(TEXT) == lm.tokenizer.encode(TEXT)
 
 
 def test_an_export_is_a_run_to_maglev(
-    trained: Train, exported: Export, data: Path, capsys: pytest.CaptureFixture[str]
+    lively: Train, exported: Train, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, folder = trained("maglev-shared-0.1", 2), exported("maglev-shared-0.1")
+    run, folder = lively("maglev-shared-0.1"), exported("maglev-shared-0.1")
     assert maglev.load(folder).fingerprint == maglev.load(run).fingerprint
     results = []
     for each in (run, folder):
@@ -83,8 +82,8 @@ def test_an_export_is_a_run_to_maglev(
     assert results[0] == results[1]
 
 
-def test_without_the_prefiller(trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, out = trained("maglev-separate-1", 2), tmp_path / "out"
+def test_without_the_prefiller(lively: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = lively("maglev-separate-1"), tmp_path / "out"
     assert main(["export", str(run), str(out), "--without-prefiller", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["parameters"]) == {"decoder"}
     assert not any("prefiller" in name for name in load_file(out / "model.safetensors"))
@@ -95,16 +94,16 @@ def test_without_the_prefiller(trained: Train, tmp_path: Path, capsys: pytest.Ca
     )
 
 
-def test_the_pipeline_writes(trained: Train, exported: Export) -> None:
-    expected = "".join(maglev.load(trained("maglev-shared-0.1", 2)).generate("Once", max_tokens=8, temperature=0))
+def test_the_pipeline_writes(lively: Train, exported: Train) -> None:
+    expected = "".join(maglev.load(lively("maglev-shared-0.1")).generate("Once", max_tokens=8, temperature=0))
     write = transformers.pipeline("text-generation", model=str(exported("maglev-shared-0.1")))
     (found,) = write("Once", max_new_tokens=8, do_sample=False)
     assert found["generated_text"] == "Once" + expected
 
 
-def test_a_tokenizer_with_a_processor_of_its_own_comes_back(trained: Train, tmp_path: Path) -> None:
+def test_a_tokenizer_with_a_processor_of_its_own_comes_back(lively: Train, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(trained("swa-ssss", 2), run)
+    shutil.copytree(lively("swa-ssss"), run)
     description = json.loads((run / "tokenizer.json").read_text())
     own = bos_template("<|bos|>", 0) | {"single": [{"Sequence": {"id": "A", "type_id": 0}}]}
     (run / "tokenizer.json").write_text(json.dumps(description | {"post_processor": own}))
@@ -116,9 +115,9 @@ def test_a_tokenizer_with_a_processor_of_its_own_comes_back(trained: Train, tmp_
 
 
 def test_wrong_requests_end_in_one_line(
-    trained: Train, exported: Export, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lively: Train, exported: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, folder, out = trained("swa-ssss", 2), exported("swa-ssss"), tmp_path / "out"
+    run, folder, out = lively("swa-ssss"), exported("swa-ssss"), tmp_path / "out"
 
     def line(*words: str | Path) -> str:
         assert main(["export", *map(str, words)]) == 2
@@ -156,7 +155,7 @@ def test_wrong_requests_end_in_one_line(
     assert "has no tokenizer.json" in line(bare, out, "--format", "run")
 
 
-def test_transformers_takes_no_pickle_either(exported: Export, tmp_path: Path) -> None:
+def test_transformers_takes_no_pickle_either(exported: Train, tmp_path: Path) -> None:
     folder = tmp_path / "pickled"
     shutil.copytree(exported("swa-ssss"), folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -165,11 +164,11 @@ def test_transformers_takes_no_pickle_either(exported: Export, tmp_path: Path) -
 
 
 def test_without_transformers_it_says_what_to_install(
-    trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lively: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import maglev.hf
 
     monkeypatch.delattr(maglev.hf, "convert", raising=False)
     monkeypatch.setitem(__import__("sys").modules, "maglev.hf.convert", None)
-    assert main(["export", str(trained("swa-ssss", 2)), str(tmp_path / "out")]) == 2
+    assert main(["export", str(lively("swa-ssss")), str(tmp_path / "out")]) == 2
     assert "pip install 'maglev[hf]'" in one_line(capsys)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hf.conftest import Export
 from tests.hf.models import KINDS
+from tests.small_runs import Train
 
 transformers = pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
 
@@ -45,7 +45,7 @@ print(json.dumps(found))
 """
 
 
-def test_exports_run_where_maglev_is_not(exported: Export, tmp_path: Path) -> None:
+def test_exports_run_where_maglev_is_not(exported: Train, tmp_path: Path) -> None:
     folders = [exported(recipe) for recipe in KINDS]
     command = [sys.executable, "-c", WITHOUT_MAGLEV, PROMPT, *map(str, folders)]
     environment = os.environ | {"HF_HOME": str(tmp_path / "home")}
@@ -62,7 +62,7 @@ def test_exports_run_where_maglev_is_not(exported: Export, tmp_path: Path) -> No
     assert (tmp_path / "saved" / "modeling_maglev.py").read_bytes() == (folder / "modeling_maglev.py").read_bytes()
 
 
-def test_the_file_is_what_our_sources_give_now(exported: Export) -> None:
+def test_the_file_is_what_our_sources_give_now(exported: Train) -> None:
     from maglev.hf.one_file import generate
 
     generate.cache_clear()
