@@ -1,24 +1,33 @@
 """`maglev export`: an export is the engine's model, with transformers and with maglev, and comes back to the bit."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import maglev
 from maglev.__main__ import main
 from maglev.data.tokenizer import Tokenizer, bos_template
+from maglev.inference.batch import generate_batch
+from maglev.inference.engine import LanguageModel
+from maglev.inference.sampling import Sampling
+from tests.helpers import step_through
+from tests.hf import answers as answers_script
+from tests.hf.answers import NEW, TEXTS, answers, trained_loss
 from tests.hf.models import KINDS
 from tests.small_runs import Train, assert_same_tensors, one_line, tensors_of
 
 transformers = pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
 
-TEXT = "The <|bos|> state  of\n a 1234 é\U0001f9ea model is bounded. " * 3
-NEW = 20
+TEXT = TEXTS[0]
 
 
 def opened(folder: Path) -> tuple[Any, Any]:
@@ -28,22 +37,44 @@ def opened(folder: Path) -> tuple[Any, Any]:
     )
 
 
+def assert_engines(found: dict[str, Tensor], lm: LanguageModel) -> None:
+    """Logits of all positions as the engine steps through them, text token for token."""
+    written = generate_batch(lm, TEXTS, max_tokens=NEW, sampling=Sampling(temperature=0))
+    for row, text in enumerate(TEXTS):
+        ids = torch.tensor([[lm.tokenizer.bos_id, *lm.tokenizer.encode(text)]])
+        logits = lm.decoder.readout(step_through(lm.decoder, ids))[0].detach()
+        torch.testing.assert_close(logits[-1], lm.next_logits(lm.read(text)), rtol=1e-5, atol=1e-5)
+        for kind in ("", " padded left", " padded right", " continued"):
+            torch.testing.assert_close(found[f"logits{kind}, {row}"], logits, rtol=1e-5, atol=1e-5)
+        for kind in ("", " padded", " continued"):
+            tokens = found[f"tokens{kind}, {row}"].tolist()
+            # the engine leaves BOS away, which ends a document
+            end = tokens.index(lm.tokenizer.bos_id) if lm.tokenizer.bos_id in tokens else NEW
+            assert tokens[:end] == written[row].tokens, kind
+    assert max(len(own.tokens) for own in written) == NEW
+
+
 @pytest.mark.parametrize("recipe", KINDS)
 def test_logits_and_text_are_the_engines(recipe: str, lively: Train, exported: Train) -> None:
     lm = maglev.load(lively(recipe))
     model, tokenizer = opened(exported(recipe))
-    texts = [TEXT, "Once"]
-    ids = tokenizer(TEXT, return_tensors="pt")
-    assert ids["input_ids"][0].tolist() == [lm.tokenizer.bos_id, *lm.tokenizer.encode(TEXT)]
-    assert tokenizer.decode(ids["input_ids"][0], skip_special_tokens=True) == TEXT
-    stepped = lm.next_logits(lm.read(TEXT, method="step"))
-    torch.testing.assert_close(model(**ids).logits[0, -1], stepped, rtol=1e-5, atol=1e-5)
-    written = model.generate(**ids, max_new_tokens=NEW, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    expected = ["".join(lm.generate(text, max_tokens=NEW, temperature=0)) for text in texts]
-    assert tokenizer.decode(written, skip_special_tokens=True) == expected[0]
-    batch = tokenizer(texts, return_tensors="pt", padding=True)
-    rows = model.generate(**batch, max_new_tokens=NEW, do_sample=False)[:, batch["input_ids"].shape[1] :]
-    assert tokenizer.decode(rows, skip_special_tokens=True) == expected
+    ids = tokenizer(TEXT)["input_ids"]
+    assert ids == [lm.tokenizer.bos_id, *lm.tokenizer.encode(TEXT)]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT
+    assert_engines(answers(model, tokenizer), lm)
+
+
+def test_exports_run_where_maglev_is_not(lively: Train, exported: Train, tmp_path: Path) -> None:
+    folders = [exported(recipe) for recipe in KINDS]
+    command = [sys.executable, answers_script.__file__, str(tmp_path), *map(str, folders)]
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for recipe, folder in zip(KINDS, folders, strict=True):
+        found = load_file(tmp_path / f"{recipe}.safetensors")
+        torch.testing.assert_close(found.pop("loss"), trained_loss(*opened(folder)), rtol=1e-6, atol=1e-6)
+        assert_engines(found, maglev.load(lively(recipe)))
+    assert (tmp_path / "saved" / "modeling_maglev.py").read_bytes() == (folder / "modeling_maglev.py").read_bytes()
 
 
 @pytest.mark.parametrize("recipe", KINDS)

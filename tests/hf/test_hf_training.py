@@ -123,13 +123,16 @@ def test_what_cannot_be_trained_says_so() -> None:
     assert bare.eval()(row, labels=row).loss > 0
 
 
-def test_trainer_trains_saves_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", KINDS)
+def test_trainer_trains_saves_and_comes_back(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="needs accelerate, for Trainer")
-    model = small_model(dtype=torch.float32)
-    rows = [{"input_ids": row, "labels": row} for row in random_tokens(16, 16)]
+    model, tokens = small_model(recipe, dtype=torch.float32), random_tokens(16, 16)
+    first = training_loss(model, tokens).item()
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path / "out"),
-        per_device_train_batch_size=4,
+        # all rows in every step, so that the first loss is known
+        per_device_train_batch_size=16,
         max_steps=8,
         learning_rate=1e-2,
         gradient_checkpointing=True,
@@ -144,6 +147,8 @@ def test_trainer_trains_saves_and_comes_back(tmp_path: Path) -> None:
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 8 and losses[0] == pytest.approx(first, rel=1e-5) and losses[-1] < first
     assert trainer.evaluate()["eval_loss"] < before
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-8")
     ours, theirs = model.state_dict(), again.state_dict()

@@ -1,65 +1,14 @@
 """The remote code of an export is our sources, and works where maglev cannot be imported."""
 
 import ast
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 
-from tests.hf.models import KINDS
 from tests.small_runs import Train
 
 transformers = pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
-
-PROMPT = "Where nothing of maglev is installed"
-WITHOUT_MAGLEV = """
-import json, sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "maglev":
-            raise ImportError("maglev is not here")
-
-sys.meta_path.insert(0, Blocked())
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-found = {}
-for folder in sys.argv[2:]:
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    ids = tokenizer(sys.argv[1], return_tensors="pt")
-    written = model.generate(**ids, max_new_tokens=12, do_sample=False)
-    model.train()
-    loss = model(**ids, labels=ids["input_ids"]).loss
-    loss.backward()
-    found[folder] = {"written": written[0].tolist(), "loss": loss.item()}
-model.save_pretrained("saved")
-again = AutoModelForCausalLM.from_pretrained("saved", trust_remote_code=True)
-assert again.generate(**ids, max_new_tokens=12, do_sample=False)[0].tolist() == written[0].tolist()
-assert not any(name.split(".")[0] == "maglev" for name in sys.modules)
-print(json.dumps(found))
-"""
-
-
-def test_exports_run_where_maglev_is_not(exported: Train, tmp_path: Path) -> None:
-    folders = [exported(recipe) for recipe in KINDS]
-    command = [sys.executable, "-c", WITHOUT_MAGLEV, PROMPT, *map(str, folders)]
-    environment = os.environ | {"HF_HOME": str(tmp_path / "home")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    for folder in folders:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        ids = transformers.AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")
-        written = model.generate(**ids, max_new_tokens=12, do_sample=False)
-        assert found[str(folder)]["written"] == written[0].tolist()
-        loss = model.train()(**ids, labels=ids["input_ids"]).loss
-        torch.testing.assert_close(loss.item(), found[str(folder)]["loss"], rtol=1e-6, atol=1e-6)
-    assert (tmp_path / "saved" / "modeling_maglev.py").read_bytes() == (folder / "modeling_maglev.py").read_bytes()
 
 
 def test_the_file_is_what_our_sources_give_now(exported: Train) -> None:
