@@ -13,7 +13,7 @@ NEW = 20
 
 @torch.no_grad()
 def answers(model: Any, tokenizer: Any) -> dict[str, Tensor]:
-    """ "KIND, ROW" -> logits (T, V) of a text, or the tokens written after it."""
+    """What is asked and of which text -> logits (T, V) of a text, or the tokens written after it."""
     found = {}
     for side in ("left", "right"):
         batch = tokenizer(TEXTS, return_tensors="pt", padding=True, padding_side=side)
@@ -36,8 +36,8 @@ def answers(model: Any, tokenizer: Any) -> dict[str, Tensor]:
     first = model.generate(**batch, max_new_tokens=NEW // 2, do_sample=False, **whole)
     covers = torch.cat((batch["attention_mask"], torch.ones(len(TEXTS), NEW // 2, dtype=torch.int64)), dim=1)
     again = {"input_ids": first.sequences, "attention_mask": covers, "past_key_values": first.past_key_values}
-    for row in range(len(TEXTS)):
-        found[f"tokens padded, {row}"] = write(model, batch)[row]
+    for row, written in enumerate(write(model, batch)):
+        found[f"tokens padded, {row}"] = written
     for row, rest in enumerate(write(model, again, NEW // 2)):
         found[f"tokens continued, {row}"] = torch.cat((first.sequences[row, -NEW // 2 :], rest))
     return {name: tensor.contiguous() for name, tensor in found.items()}

@@ -23,7 +23,7 @@ from tests.helpers import step_through
 from tests.hf import answers as answers_script
 from tests.hf.answers import NEW, TEXTS, answers, trained_loss
 from tests.hf.models import KINDS
-from tests.small_runs import Train, assert_same_tensors, one_line, tensors_of
+from tests.small_runs import Train, assert_same_tensors, losses_of, one_line, tensors_of, train_arguments
 
 transformers = pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
 
@@ -113,6 +113,16 @@ def test_an_export_is_a_run_to_maglev(
     assert results[0] == results[1]
 
 
+def test_training_begins_from_an_export_as_from_its_run(
+    lively: Train, exported: Train, data: Path, tmp_path: Path
+) -> None:
+    for name, source in (("run", lively), ("export", exported)):
+        begun = {"train.init_from": str(source("swa-ssss"))}
+        assert main(train_arguments("maglev-shared-0.1", data, tmp_path / name, begun, depth=2)) == 0
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "export")
+    assert_same_tensors(tmp_path / "run", tmp_path / "export")
+
+
 def test_without_the_prefiller(lively: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = lively("maglev-separate-1"), tmp_path / "out"
     assert main(["export", str(run), str(out), "--without-prefiller", "--json"]) == 0
@@ -181,6 +191,10 @@ def test_wrong_requests_end_in_one_line(
     name = "objective.decoder.readout.weight"
     save_file(tensors | {name: tensors[name][:-1].clone()}, shaped / "model.safetensors", {"format": "pt"})
     assert "decoder.readout.weight is (299, 128)" in line(shaped, out, "--format", "run")
+    cut = altered("cut")
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-1])
+    assert main(["export", str(cut), str(out), "--format", "run"]) == 1
+    assert "model.safetensors is cut short or damaged" in one_line(capsys)
     bare = altered("bare")
     (bare / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in line(bare, out, "--format", "run")
