@@ -6,6 +6,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from maglev.auto_classes import announce
+
 if TYPE_CHECKING:
     from maglev.inference import load
     from maglev.objectives import build
@@ -24,3 +26,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+announce()

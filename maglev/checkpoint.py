@@ -22,12 +22,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from maglev.errors import WorkError
+from maglev.errors import RequestError, WorkError
 from maglev.files import TEMPORARY_PREFIX, atomic_folder, remove_leftovers, sha256_of_file, sync
 
 FOLDER_NAME = re.compile(r"step-(\d{8,})")
 STATE, MANIFEST, PARTS = "state.json", "manifest.json", "parts.json"
 SUFFIX = ".safetensors"
+# an export's weights, and what stands before the stem in the names of its tensors
+EXPORTED, EXPORT_PREFIX = "model.safetensors", "objective."
 
 
 class Readable(Protocol):
@@ -323,7 +325,12 @@ def find_file_damage(path: Path, size: int, checksum: str) -> str | None:
 
 
 def newest(run: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest whole checkpoint, None where there are none; each damaged one is reported in a line."""
+    """The newest whole checkpoint, None where there are none; each damaged one is reported in a line.
+
+    Of an exported folder, its weights.
+    """
+    if (weights := exported(Path(run))) is not None:
+        return weights
     found = list_checkpoints(run)
     for step, folder in reversed(found):
         damage = find_damage(folder)
@@ -339,6 +346,41 @@ def newest(run: Path, report: Callable[[str], None]) -> Checkpoint | None:
             "restore one from a copy, or start again with another output folder"
         )
     return None
+
+
+def exported(folder: Path) -> Checkpoint | None:
+    """The weights of an export, which has one file for all stems; None for a folder that is none."""
+    path = folder / EXPORTED
+    if (folder / "checkpoints").is_dir():
+        return None
+    if path.is_file():
+        state = json.loads((folder / "config.json").read_bytes()).get("progress")
+        # a model that transformers made has no run behind it
+        state = state if isinstance(state, dict) and isinstance(state.get("step"), int) else {"step": 0}
+        stems = read_exported(path)
+        return Checkpoint(folder, state["step"], state, frozenset(stems), stems)
+    others = [name for name in (EXPORTED + ".index.json", "pytorch_model.bin") if (folder / name).is_file()]
+    if others:
+        raise RequestError(
+            f"{folder} holds its weights as {others[0]}; save them as one {EXPORTED} "
+            "(save_pretrained with a large max_shard_size): parts and pickles are not read"
+        )
+    return None
+
+
+def read_exported(path: Path) -> dict[str, dict[str, Stored]]:
+    """By stem and name; in the file they are called objective.STEM.NAME."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise WorkError(f"{path} is cut short or damaged: {error}; export the run again") from None
+    stems: dict[str, dict[str, Stored]] = {}
+    for whole, shape in shapes.items():
+        if whole.startswith(EXPORT_PREFIX):
+            stem, _, name = whole.removeprefix(EXPORT_PREFIX).partition(".")
+            stems.setdefault(stem, {})[name] = Stored(whole, shape, ((path, 0),))
+    return stems
 
 
 def read_divided(folder: Path) -> dict[str, dict[str, Stored]]:

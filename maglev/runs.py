@@ -11,9 +11,12 @@ CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
 # in place of the tokenizer: what the tokens of a run on the recall task mean
 RECALL = "recall.json"
 BAD_BATCHES = "bad-batches"
+# what an exported configuration says it is of
+MODEL_TYPE = "maglev"
 
 
 def read_config(run: Path) -> RunConfig:
+    """Of a run folder, or of an exported one, whose configuration holds the run's."""
     file = Path(run) / CONFIG
     if not file.is_file():
         raise RequestError(f"{run} is not a run folder, it has no {CONFIG}; name a folder that 'maglev train' made")
@@ -21,6 +24,10 @@ def read_config(run: Path) -> RunConfig:
         value = json.loads(file.read_bytes())
     except ValueError as error:
         raise RequestError(f"{file} is damaged ({error}); name another run") from None
+    if isinstance(value, dict) and "model_type" in value:
+        if value["model_type"] != MODEL_TYPE:
+            raise RequestError(f"{run} holds a model of type {value['model_type']!r}; name a run or an export of one")
+        value = value.get("run")
     if not isinstance(value, dict) or not all(isinstance(part, dict) for key, part in value.items() if key != "recipe"):
         raise RequestError(f"{file} is damaged (not an object of sections); name another run")
     try:

@@ -2,6 +2,7 @@
 
 import json
 import pydoc_data.topics
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from maglev import checkpoint
 from maglev.data.prepare import prepare
-from maglev.runs import read_metrics
+from maglev.objectives import build_objective
+from maglev.runs import read_config, read_metrics
 from maglev.train import launch
+from tests.helpers import random_weights
 
 # 4 rows of 32 tokens per step, one step is a few milliseconds
 SMALL: dict[str, Any] = {
@@ -130,6 +133,46 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
         return run
 
     return train
+
+
+@pytest.fixture(scope="session")
+def lively(trained: Train, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """`lively(recipe)`: a run whose weights are random, so that memory counts; its loop contracts."""
+    folder = tmp_path_factory.mktemp("lively")
+
+    @cache
+    def make(recipe: str) -> Path:
+        source, run = trained(recipe, 2), folder / recipe
+        shutil.copytree(source, run, ignore=shutil.ignore_patterns("checkpoints"))
+        found = checkpoint.newest(source, pytest.fail)
+        assert found is not None
+        objective = build_objective(read_config(run))
+        random_weights(objective, scale=0.5)
+        with torch.no_grad():
+            # log-probabilities of ordinary size
+            objective.decoder.readout.weight.mul_(0.1)
+        tensors = {stem: found.tensors(stem) for stem in found.stems}
+        tensors |= {stem: module.state_dict() for stem, module in objective.named_children() if stem in tensors}
+        checkpoint.save(run, found.step, tensors, found.state, keep=1)
+        return run
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def exported(lively: Train, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """`exported(recipe)`: a Hugging Face folder of `lively(recipe)`. Tests leave both as they are."""
+    pytest.importorskip("transformers", reason="needs transformers, the extra 'hf' of maglev")
+    from maglev.hf.convert import to_hugging_face
+
+    folder = tmp_path_factory.mktemp("exports")
+
+    @cache
+    def export(recipe: str) -> Path:
+        to_hugging_face(lively(recipe), folder / recipe, pytest.fail)
+        return folder / recipe
+
+    return export
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ ALLOWED = {
     "evaluate": {"objectives", "inference", "model", "ops", "data", "checkpoint", "plots"} | BASE,
     "train": {"evaluate", "objectives", "model", "ops", "data", "checkpoint"} | BASE,
     "hf": {"inference", "objectives", "model", "ops", "data", "checkpoint"} | BASE,
+    "auto_classes": {"hf"},
 }
 ENTRANCES = {"cli", "__main__", "__init__"}
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}

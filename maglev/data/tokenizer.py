@@ -70,6 +70,9 @@ class Tokenizer:
         if self.decode_bytes(self.encode(ROUND_TRIP_PROBE)) != ROUND_TRIP_PROBE.encode():
             raise ValueError("it changes the text (normaliser, added prefix space or unknown tokens)")
 
+        # an exported tokenizer is the run's, whatever it does for those who do not begin with BOS themselves
+        if description.get("post_processor") == bos_template(bos, self.bos_id):
+            description["post_processor"] = None
         canonical = json.dumps(description, sort_keys=True, separators=(",", ":"))
         self.fingerprint = hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -143,6 +146,19 @@ class Tokenizer:
 
     def token_byte_counts(self) -> np.ndarray:
         return np.array([len(token) for token in self.token_bytes], dtype=np.int32)  # (vocab_size,)
+
+
+def bos_template(token: str, id: int) -> dict[str, Any]:
+    """The post-processor of a tokenizer.json that puts BOS before every text."""
+    bos = {"SpecialToken": {"id": token, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
+    special = {token: {"id": token, "ids": [id], "tokens": [token]}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, first],
+        "pair": [bos, first, second],
+        "special_tokens": special,
+    }
 
 
 def check_vocab_size(vocab_size: int) -> None:

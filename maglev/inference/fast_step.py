@@ -9,6 +9,7 @@ from torch import Tensor
 
 from maglev.errors import RequestError
 from maglev.model.attention import Block
+from maglev.model.chunk import Chunk
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState, RingCache
 from maglev.ops.decode_steps import Backend, decode_steps
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WARM_UPS = 2
+# fewer tokens are stepped before a graph of the step is worth recording
+LEAST_REPLAYED = 64
 ALIGNED_ROWS = 8
 
 
@@ -93,6 +96,12 @@ class FastDecoder:
     def initial_state(self, batch_size: int) -> DecoderState:
         return DecoderState.zeros(self.config, batch_size, self.dtype, self.device)
 
+    def chunk(self, tokens: Tensor, state: DecoderState) -> Chunk:
+        """Tokens (B, C) after `state`, on the kernels of steps."""
+        from maglev.inference.fast_read import FastChunk
+
+        return FastChunk(self, tokens, state)
+
     @torch.no_grad()
     def step_(self, tokens: Tensor, state: DecoderState) -> Tensor:
         """Read one token per row and rewrite `state`. tokens (B,) -> memory (B, D)"""
@@ -101,6 +110,24 @@ class FastDecoder:
             self.advance(tokens, state, memory, position)
         state.memory, state.position = memory, position
         return memory
+
+    def step_on_(self, tokens: Tensor, state: DecoderState) -> list[Tensor]:
+        """tokens (B, T), one after another, from a graph where that pays. -> the memories of each, (B, 1, D)"""
+        rows, count = tokens.shape
+        if self.device.type != "cuda" or count < LEAST_REPLAYED:
+            return [self.step_(token, state)[:, None] for token in tokens.T]
+        found: list[list[Tensor]] = []
+        for first in range(0, rows, max(BUCKETS)):
+            part = tokens[first : first + max(BUCKETS)]
+            stepper = GraphStepper(self, part.shape[0])
+            stepper.begin(DecoderState.join([state.row(first + row) for row in range(part.shape[0])]))
+            found.append([])
+            for token in part.T:
+                stepper.step(token)
+                found[-1].append(stepper.buffers.memory[: part.shape[0], None].clone())
+            at = torch.arange(first, first + part.shape[0], device=part.device)
+            state.put_rows_(at, stepper.state())
+        return [torch.cat(parts) for parts in zip(*found)]
 
     @torch.no_grad()
     def readout(self, memory: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from maglev.inference.checks import check_tokens
-from maglev.inference.fast_step import FastDecoder
 from maglev.inference.reading import (
     PASS_BUDGET,
     STRIDE,
     TOLERANCE,
+    Reader,
     alone,
     chunk_of,
     default_chunk,
@@ -28,7 +28,7 @@ from maglev.model.state import DecoderState
 
 @torch.inference_mode()
 def read_rows_(
-    decoder: Decoder | FastDecoder,
+    decoder: Decoder | Reader,
     tokens: Tensor,
     lengths: Tensor,
     state: DecoderState,
@@ -52,9 +52,7 @@ def read_rows_(
     return torch.cat(parts, dim=1)
 
 
-def read_part_(
-    decoder: Decoder | FastDecoder, tokens: Tensor, counts: Tensor, state: DecoderState, budget: int
-) -> Tensor:
+def read_part_(decoder: Decoder | Reader, tokens: Tensor, counts: Tensor, state: DecoderState, budget: int) -> Tensor:
     if budget and decoder.config.memory == "none":
         chunk = chunk_of(decoder, tokens, state)
         memory = chunk.run(None)
@@ -92,7 +90,7 @@ def settle(chunk: Chunk, memory: Tensor, counts: Tensor, budget: int) -> tuple[T
 
 
 def step_rows_(
-    decoder: Decoder | FastDecoder,
+    decoder: Decoder | Reader,
     tokens: Tensor,
     counts: Tensor,
     state: DecoderState,

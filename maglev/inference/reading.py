@@ -9,6 +9,7 @@ whatever the weights, so a chunk that does not settle within its budget is finis
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +17,6 @@ from torch import Tensor
 from maglev.config import ModelConfig
 from maglev.errors import RequestError
 from maglev.inference.checks import check_tokens
-from maglev.inference.fast_read import FastChunk
-from maglev.inference.fast_step import BUCKETS, FastDecoder, GraphStepper
 from maglev.model.chunk import Chunk, ChunkPass
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
@@ -29,10 +28,26 @@ PASS_BUDGET = 24
 # Rounding can keep deep decoders from coming under the tolerance. Where the change has stopped falling, and is at most
 # so many tolerances, it is rounding that is left.
 STALLED, ROUNDING = 0.9, 5.0
-# fewer tokens are stepped before a graph of the step is worth recording
-LEAST_REPLAYED = 64
 # A stride's first parts still see keys and values of zero memories, so it pays only over many passes.
 STRIDE = {torch.float64: 4, torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
+
+
+class Reader(Protocol):
+    """The decoder on kernels that bring chunks and steps of their own."""
+
+    config: ModelConfig
+
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+
+    @property
+    def lock(self) -> AbstractContextManager[object]: ...
+
+    def chunk(self, tokens: Tensor, state: DecoderState) -> Chunk: ...
+
+    def step_(self, tokens: Tensor, state: DecoderState) -> Tensor: ...
+
+    def step_on_(self, tokens: Tensor, state: DecoderState) -> list[Tensor]: ...
 
 
 @dataclass
@@ -52,7 +67,7 @@ def default_chunk(config: ModelConfig) -> int:
 
 @torch.inference_mode()
 def read_(
-    decoder: Decoder | FastDecoder,
+    decoder: Decoder | Reader,
     tokens: Tensor,
     state: DecoderState,
     *,
@@ -94,14 +109,13 @@ def read_(
     return report
 
 
-def alone(decoder: Decoder | FastDecoder) -> AbstractContextManager[object]:
+def alone(decoder: Decoder | Reader) -> AbstractContextManager[object]:
     """Recorded passes of a shape have one set of buffers, and threads may read at the same time."""
-    return decoder.lock if isinstance(decoder, FastDecoder) else nullcontext()
+    return nullcontext() if isinstance(decoder, Decoder) else decoder.lock
 
 
-def chunk_of(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState) -> Chunk:
-    kind = FastChunk if isinstance(decoder, FastDecoder) else ChunkPass
-    return kind(decoder, tokens, state)  # type: ignore[arg-type]
+def chunk_of(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState) -> Chunk:
+    return ChunkPass(decoder, tokens, state) if isinstance(decoder, Decoder) else decoder.chunk(tokens, state)
 
 
 def read_without_memory_(chunk: Chunk, report: ReadingReport) -> int:
@@ -148,23 +162,11 @@ def have_settled(changes: list[Tensor], tolerance: float) -> Tensor:
     return settled | (stalled & (now <= ROUNDING * tolerance))
 
 
-def step_on_(decoder: Decoder | FastDecoder, tokens: Tensor, state: DecoderState) -> list[Tensor]:
+def step_on_(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState) -> list[Tensor]:
     """tokens (B, T), one after another. -> the memories of each, (B, 1, D)"""
-    rows, count = tokens.shape
-    if not isinstance(decoder, FastDecoder) or decoder.device.type != "cuda" or count < LEAST_REPLAYED:
-        return [decoder.step_(token, state)[:, None] for token in tokens.T]
-    found: list[list[Tensor]] = []
-    for first in range(0, rows, max(BUCKETS)):
-        part = tokens[first : first + max(BUCKETS)]
-        stepper = GraphStepper(decoder, part.shape[0])
-        stepper.begin(DecoderState.join([state.row(first + row) for row in range(part.shape[0])]))
-        found.append([])
-        for token in part.T:
-            stepper.step(token)
-            found[-1].append(stepper.buffers.memory[: part.shape[0], None].clone())
-        at = torch.arange(first, first + part.shape[0], device=part.device)
-        state.put_rows_(at, stepper.state())
-    return [torch.cat(parts) for parts in zip(*found)]
+    if not isinstance(decoder, Decoder):
+        return decoder.step_on_(tokens, state)
+    return [decoder.step_(token, state)[:, None] for token in tokens.T]
 
 
 def one_pass(chunk: Chunk, memory: Tensor, stride: int) -> Tensor:

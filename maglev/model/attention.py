@@ -1,5 +1,6 @@
 """One block: attention over mixed K/V and a relu^2 MLP, each on the normalised residual stream."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 from maglev.config import ModelConfig
 from maglev.model.layers import MLP, Linear, project_packed
 from maglev.model.memory import MemoryFeatures, MemoryGates, Rotation
-from maglev.ops.inject import inject, rms_norm, rotate, takes_kernels
+from maglev.ops.inject import inject, kernels, rms_norm, rotate, takes_kernels
 from maglev.ops.recompute import KEPT, Keeping, plainly
 
 
@@ -50,10 +51,11 @@ class Attention(nn.Module):
         self, x: Tensor, rotation: Rotation, memory: MemoryFeatures | None, attend: Attend, keeping: Keeping = KEPT
     ) -> Tensor:
         """x (B, T, D). Without memory neither gate is applied: that is another function."""
-        if takes_kernels(x):
+        fused = kernels() if takes_kernels(x) else None
+        if fused is not None:
             packed = keeping.run(self.pack, x, memory is not None)
             run = plainly if isinstance(attend, Recording) else keeping.run
-            seen = run(self.attend_packed, packed, rotation, memory, attend)
+            seen = run(self.attend_packed, fused.inject, packed, rotation, memory, attend)
         else:
             query, key, value, *logits = keeping.run(self.project, x, memory is not None)
             if memory is not None:
@@ -66,11 +68,14 @@ class Attention(nn.Module):
         return self.output_proj(seen.flatten(-2))
 
     def attend_packed(
-        self, packed: Tensor, rotation: Rotation, memory: MemoryFeatures | None, attend: Attend
+        self,
+        prepare: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        packed: Tensor,
+        rotation: Rotation,
+        memory: MemoryFeatures | None,
+        attend: Attend,
     ) -> Tensor:
-        from maglev.ops import fused_inject
-
-        return attend(*fused_inject.inject(packed, *rotation, memory, self.heads, self.kv_heads))
+        return attend(*prepare(packed, *rotation, memory, self.heads, self.kv_heads))
 
 
 class Block(nn.Module):

@@ -1,6 +1,7 @@
 """Gated mix of local and memory features, and the two small maps around it."""
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from maglev.ops.reference import mix, rotate
 
-__all__ = ["gate", "inject", "mix", "rms_norm", "rotate", "takes_kernels"]
+__all__ = ["gate", "inject", "kernels", "mix", "rms_norm", "rotate", "takes_kernels"]
 
 NORM_EPS = 1e-6
 
@@ -30,6 +31,15 @@ def takes_kernels(x: Tensor) -> bool:
     long there (docs/log.md).
     """
     return x.is_cuda and torch.compiler.is_compiling() and x.dtype in (torch.bfloat16, torch.float32)
+
+
+def kernels() -> ModuleType | None:
+    try:
+        from maglev.ops import fused_inject
+    except ImportError:
+        # no Triton here, or the one file of an export, which goes without
+        return None
+    return fused_inject
 
 
 def inject(

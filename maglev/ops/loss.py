@@ -1,5 +1,7 @@
 """Soft-capped cross-entropy in chunks: the T x V logits exist one chunk at a time, forward and backward."""
 
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,14 +37,22 @@ def cross_entropy(
     return torch.cat(parts).view(targets.shape)
 
 
+def loss_kernels() -> ModuleType | None:
+    try:
+        from maglev.ops import fused_loss
+    except ImportError:
+        # no Triton here, or the one file of an export, which goes without
+        return None
+    return fused_loss
+
+
 def mean_cross_entropy(memory: Tensor, weight: Tensor, targets: Tensor, cap: float, fused: bool = False) -> Tensor:
     """Mean nats over the targets that are not negative; 0 where there is none. Shapes as above -> ()
 
     `fused` wants loss and gradient by the kernel, on a GPU.
     """
-    if fused and memory.is_cuda and torch.is_grad_enabled():
-        from maglev.ops import fused_loss
-
-        if fused_loss.serves(memory, cap):
-            return fused_loss.mean_nats(memory, weight, targets, cap)
+    kernel = loss_kernels() if fused and memory.is_cuda and torch.is_grad_enabled() else None
+    if kernel is not None and kernel.serves(memory, cap):
+        mean: Tensor = kernel.mean_nats(memory, weight, targets, cap)
+        return mean
     return cross_entropy(memory, weight, targets, cap).sum() / (targets >= 0).sum().clamp_min(1)

@@ -14,7 +14,7 @@ from maglev.data.tokenizer import Tokenizer
 from maglev.errors import RequestError, WorkError
 from maglev.evaluate.paper_tasks import BY_NAME, TASKS, read_rows
 from maglev.evaluate.requests import Request, Score, load_requests
-from tests.evaluate.task_files import ITEMS, Oracle, write_tasks
+from tests.evaluate.task_files import ITEMS, Oracle
 from tests.small_runs import Train, one_line
 
 pytest.importorskip("lm_eval", reason="needs lm_eval, the extra 'tasks' of maglev")
@@ -28,21 +28,8 @@ COUNTS = (5153, 1838, 10042, 1267, 2376, 1172, 1954, 3270)
 
 
 @pytest.fixture(scope="session")
-def tasks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tasks(tmp_path_factory.mktemp("eval"))
-
-
-@pytest.fixture(scope="session")
 def tokenizer(data: Path) -> Tokenizer:
     return Tokenizer.load(data / "tokenizer.json")
-
-
-@pytest.fixture(scope="session")
-def eval_folder(shared_folder: Path) -> Path:
-    folder = shared_folder / "data" / "eval"
-    if not folder.is_dir():
-        pytest.skip("needs ../shared/data/eval beside the checkout")
-    return folder
 
 
 def results(model: HarnessLM, folder: Path, items: int, work: Path, names: str = "paper") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from maglev.inference import fast_read, reading
+from maglev.inference import fast_read, fast_step
 from maglev.inference.fast_step import BUCKETS, FastDecoder, GraphStepper
 from maglev.inference.reading import read_
 from maglev.model.decoder import Decoder
@@ -107,7 +107,7 @@ class GraphCases:
                 assert_same(state, expected, 1e-4)
 
     def test_what_does_not_settle_is_stepped_from_a_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(reading, "LEAST_REPLAYED", 4)
+        monkeypatch.setattr(fast_step, "LEAST_REPLAYED", 4)
         decoder = tiny("maglev-shared-0.1", DEVICE)
         fast, tokens = FastDecoder(decoder), random_tokens(3, 20).to(DEVICE)
         state, expected = fast.initial_state(3), decoder.initial_state(3)

@@ -1,0 +1,43 @@
+"""`maglev export`"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from maglev.cli.output import emit, say
+from maglev.errors import RequestError
+
+FORMATS = ("hf", "run")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or an exported one.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.")],
+    format: Annotated[
+        str, typer.Option("--format", help="hf: a Hugging Face folder; run: a run folder, from an exported one.")
+    ] = "hf",
+    without_prefiller: Annotated[
+        bool, typer.Option("--without-prefiller", help="Leave Q away: enough to use the model, not to train it.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+) -> None:
+    """Write a run as a Hugging Face folder, or such a folder as a run."""
+    if format not in FORMATS:
+        raise RequestError(f"--format is {format!r}; it must be one of {', '.join(FORMATS)}")
+    if format == "run" and without_prefiller:
+        raise RequestError("--without-prefiller goes with --format hf alone; leave it away")
+    try:
+        from maglev.hf import convert
+    except ImportError as error:
+        raise RequestError(f"exporting needs transformers ({error}); pip install 'maglev[hf]'") from None
+    if format == "hf":
+        result = convert.to_hugging_face(run, out, say, prefiller=not without_prefiller)
+    else:
+        result = convert.to_run(run, out, say)
+    emit(result, as_json, show)
+
+
+def show(result: dict[str, Any]) -> None:
+    parts = ", ".join(f"{part} {count:,}" for part, count in result["parameters"].items())
+    print(f"{result['out']}: step {result['step']}, parameters: {parts}")
