@@ -33,6 +33,9 @@ class Stepper(Protocol):
 
     def row(self, index: int) -> DecoderState: ...
 
+    def put(self, index: int, state: DecoderState) -> None:
+        """One row of its own begins anew from a state of one row; the others go on."""
+
     def state(self) -> DecoderState: ...
 
     def end(self) -> None:
@@ -64,6 +67,10 @@ class EagerStepper:
 
     def row(self, index: int) -> DecoderState:
         return self.running.row(index)
+
+    @torch.inference_mode()
+    def put(self, index: int, state: DecoderState) -> None:
+        self.running.put_rows_(torch.tensor([index], device=self.steps.device), state)
 
     def state(self) -> DecoderState:
         return self.running.clone()

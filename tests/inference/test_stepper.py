@@ -195,3 +195,20 @@ def test_more_rows_than_a_bucket_are_written_in_groups(lm: LanguageModel, monkey
     monkeypatch.setattr(batch, "BUCKETS", (1, 2))
     assert [row.tokens for row in generate_batch(lm, prompts, max_tokens=8)] == [row.tokens for row in together]
     assert [row.state.position for row in together] == [1 + len(lm.tokenizer.encode(p)) + 8 for p in prompts]
+
+
+def test_a_row_that_begins_anew_leaves_the_others(lm: LanguageModel) -> None:
+    states = [lm.read(prompt) for prompt in ("a", TEXT, "b")]
+    with lm.steppers.lend(2) as stepper:
+        stepper.begin(DecoderState.join([states[0].inner, states[1].inner]))
+        stepper.step(torch.tensor([1, 2]))
+        before = stepper.row(1)
+        stepper.put(0, states[2].inner)
+        torch.testing.assert_close(stepper.row(0).memory, states[2].memory)
+        assert torch.equal(stepper.row(1).memory, before.memory)
+        torch.testing.assert_close(stepper.logits()[0], lm.next_logits(states[2]))
+        logits = stepper.step(torch.tensor([3, 4]))
+    lm.step_through([3], states[2])
+    lm.step_through([2, 4], states[1])
+    torch.testing.assert_close(logits[0], lm.next_logits(states[2]))
+    torch.testing.assert_close(logits[1], lm.next_logits(states[1]))
