@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from maglev import __version__
-from maglev.cli import bench, bench_train, data, demo, evaluate, generate, info, recall, table, tasks, train
+from maglev.cli import bench, bench_train, data, demo, evaluate, generate, info, recall, serve, table, tasks, train
 from maglev.errors import RequestError
 
 
@@ -78,6 +78,7 @@ eval_group.command("score")(tasks.score)
 eval_group.command("recall")(recall.recall)
 app.command("table")(table.table)
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 bench_group.command("read")(bench.read)
 bench_group.command("decode")(bench.decode)

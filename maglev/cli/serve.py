@@ -1,0 +1,77 @@
+"""`maglev serve`"""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from maglev.cli.output import say
+from maglev.cli.weights import Weights, weight_format
+from maglev.errors import RequestError
+from maglev.serve.limits import Limits
+
+DEFAULTS = Limits()
+SHORTEST_KEY = 16
+
+
+def serve(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="0 takes a free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Every request must bring the key in it.")
+    ] = None,
+    sessions: Annotated[
+        Path | None, typer.Option("--sessions", metavar="DIR", help="Where states are kept by name. [RUN/sessions]")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="What clients call the model. [the folder's name]")] = None,
+    slots: Annotated[int, typer.Option("--slots", help="Texts written at a time.")] = DEFAULTS.slots,
+    queue: Annotated[int, typer.Option("--queue", help="Texts that may wait; then it is 429.")] = DEFAULTS.queue,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Of one text.")] = DEFAULTS.max_tokens,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Of one prompt.")] = DEFAULTS.prompt_tokens,
+    choices: Annotated[int, typer.Option("--choices", help="Prompts times n of one request.")] = DEFAULTS.choices,
+    body_bytes: Annotated[int, typer.Option("--body-bytes", help="Of one request.")] = DEFAULTS.body_bytes,
+    seconds: Annotated[float, typer.Option("--seconds", help="One request may take.")] = DEFAULTS.seconds,
+    session_count: Annotated[int, typer.Option("--session-count", help="States kept.")] = DEFAULTS.session_count,
+    session_days: Annotated[
+        float, typer.Option("--session-days", help="A state is forgotten so long after its last use.")
+    ] = DEFAULTS.session_days,
+    chunk: Annotated[
+        int, typer.Option("--chunk", help="Tokens of a prompt read between two steps of the others.")
+    ] = DEFAULTS.chunk,
+    cache_bytes: Annotated[
+        int, typer.Option("--cache-bytes", help="For states of prompts that later ones may extend.")
+    ] = DEFAULTS.cache_bytes,
+    weights: Weights = "plain",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+) -> None:
+    """Serve a run to OpenAI's clients."""
+    given: dict[str, Any] = locals()
+    limits = Limits(**{field.name: given[field.name] for field in fields(Limits) if field.name in given})
+    key = None if api_key_file is None else read_key(api_key_file)
+    if not 0 <= port < 1 << 16:
+        raise RequestError(f"--port is {port}; it must be from 0 to 65535")
+    try:
+        from maglev.serve.run import listen, run_server
+    except ModuleNotFoundError as error:
+        raise RequestError(f"maglev serve needs {error.name}; install it with: pip install 'maglev[serve]'") from None
+    import maglev
+
+    # a port that is taken is told before a large model is loaded
+    with listen(host, port) as socket:
+        lm = maglev.load(run, device=device, report=say, weights=weight_format(weights))
+        run_server(lm, run, socket, host, limits, key=key, sessions=sessions, name=name, say=say)
+
+
+def read_key(path: Path) -> str:
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"--api-key-file {path} cannot be read ({error}); name a text file with the key") from None
+    if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise RequestError(
+            f"--api-key-file {path}: a key has at least {SHORTEST_KEY} printable ASCII characters and no space; "
+            f"make one with: openssl rand -hex 32"
+        )
+    return key
