@@ -145,7 +145,7 @@ class Engine:
         until = time.monotonic() + self.step_seconds
         self.begin_reading()
         while self.reading:
-            self.read_chunk(self.reading.popleft())
+            self.read_chunk()
             self.place()
             if time.monotonic() >= until:
                 break
@@ -172,7 +172,8 @@ class Engine:
     def begin_reading(self) -> None:
         """As many prompts as slots will be free for."""
         while self.waiting and len(self.reading) + len(self.placing) < self.slots.free:
-            job = self.waiting.popleft()
+            # it is in one of the queues at every moment, so that it is answered whatever fails
+            job = self.waiting[0]
             job.waiting.extend(job.rows)
             job.began = time.monotonic()
             if job.start is not None:
@@ -183,16 +184,18 @@ class Engine:
                 self.metrics.cached_tokens.inc(job.cached)
             if job.state is None:
                 job.state = State(self.lm.decoder.initial_state(1), self.lm.fingerprint)
-            self.reading.append(job)
+            self.reading.append(self.waiting.popleft())
 
-    def read_chunk(self, job: Job) -> None:
-        """The next chunk of a prompt; then it is another prompt's turn."""
+    def read_chunk(self) -> None:
+        """The next chunk of the prompt whose turn it is."""
+        job = self.reading[0]
         assert job.state is not None
         boundary = next((each for each in job.boundaries if each.end > job.read), None)
         if boundary is not None:
             self.read_tokens(job, job.state, boundary.end)
             if job.start is None:
                 self.prefixes.keep(boundary.key, job.state)
+        self.reading.popleft()
         if job.read < len(job.tokens):
             self.reading.append(job)
             return
