@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from maglev.serve.wire import session_object
 log = logging.getLogger("maglev.serve")
 
 CLIENT_GONE = 499
+PLANNERS = 2
 SessionName = Annotated[str, InPath(pattern=SESSION_NAME)]
 
 
@@ -45,6 +47,8 @@ class Server:
     sessions: Sessions
     metrics: Metrics
     engine: Engine
+    # a long prompt takes many times its size to tokenise, so not many at a time
+    planning: Executor
 
     def model(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": self.created, "owned_by": "maglev"}
@@ -57,8 +61,9 @@ class Server:
         self.check_model(body.model)
         check_request(body, self.limits)
         start = None if body.session is None else await asyncio.to_thread(self.sessions.load, body.session)
-        plan = await asyncio.to_thread(make_plan, body, self.lm, self.limits, start)
-        exchange = Exchange(body, plan, self.lm.tokenizer, self.engine, self.sessions, self.metrics, self.limits)
+        loop = asyncio.get_running_loop()
+        plan = await loop.run_in_executor(self.planning, make_plan, body, self.lm, self.limits, start)
+        exchange = Exchange(body, plan, self.lm.tokenizer, self.engine, self.sessions, self.metrics)
         exchange.begin()
         if body.stream:
             return EventStream(exchange, self.limits.seconds + self.limits.transfer_seconds)
@@ -93,8 +98,9 @@ def create_app(
 
         engine = Engine(lm, limits, metrics, post)
         await asyncio.to_thread(engine.start)
-        app.state.server = Server(lm, name, created, limits, sessions, metrics, engine)
-        yield
+        with ThreadPoolExecutor(PLANNERS) as planning:
+            app.state.server = Server(lm, name, created, limits, sessions, metrics, engine, planning)
+            yield
         await asyncio.to_thread(engine.close)
 
     # the pages that FastAPI would show load scripts from elsewhere

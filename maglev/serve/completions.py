@@ -12,8 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from maglev.data.tokenizer import Tokenizer
 from maglev.serve.engine import Engine
-from maglev.serve.faults import Fault, json_text, too_late
-from maglev.serve.limits import Limits
+from maglev.serve.faults import Fault, json_text
 from maglev.serve.metrics import Metrics
 from maglev.serve.planning import Plan
 from maglev.serve.rows import Piece, PromptRead, TokenScore
@@ -24,8 +23,6 @@ from maglev.serve.wire import Envelope, Usage, choice_object, logprobs_object, s
 log = logging.getLogger("maglev.serve")
 
 T = TypeVar("T")
-# beyond the engine's own limit: it answers what is late, and this is for when it does not
-GRACE_SECONDS = 10.0
 
 
 class ClientGone(Exception):
@@ -62,10 +59,9 @@ class Exchange:
         engine: Engine,
         sessions: Sessions,
         metrics: Metrics,
-        limits: Limits,
     ) -> None:
         self.body, self.plan, self.tokenizer = body, plan, tokenizer
-        self.engine, self.sessions, self.metrics, self.limits = engine, sessions, metrics, limits
+        self.engine, self.sessions, self.metrics = engine, sessions, metrics
         self.envelope = Envelope(body.model)
         self.usage = Usage(plan.prompt_tokens)
         self.began = time.monotonic()
@@ -92,10 +88,7 @@ class Exchange:
         """Parts of choices as they come, each with the session that was saved with it."""
         unfinished, events = len(self.plan.prompts), self.plan.jobs[0].events
         while unfinished:
-            try:
-                event = await asyncio.wait_for(events.get(), self.limits.seconds + GRACE_SECONDS)
-            except TimeoutError:
-                raise too_late() from None
+            event = await events.get()
             if isinstance(event, Fault):
                 raise event
             if isinstance(event, PromptRead):

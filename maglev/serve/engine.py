@@ -74,7 +74,8 @@ class Engine:
         with self.changed:
             if not self.alive:
                 raise Fault(503, "the server is shutting down", code="shutting_down")
-            if self.queued + rows > self.limits.queue:
+            # those that find a free slot do not wait for long
+            if self.queued + rows > self.limits.queue + self.slots.free:
                 raise too_busy(self.retry_after())
             self.queued += rows
             self.submitted += jobs
@@ -131,10 +132,11 @@ class Engine:
         self.read_some()
         if self.slots.busy:
             began = time.monotonic()
+            self.metrics.written_tokens.inc(self.slots.busy)
             for job, piece in self.slots.step():
                 self.send(job, piece)
                 if piece.finished:
-                    self.finish(job, piece.tokens)
+                    self.finish(job)
             self.step_seconds = time.monotonic() - began
             self.metrics.step_seconds.observe(self.step_seconds)
         self.metrics.busy.set(self.slots.busy)
@@ -234,12 +236,12 @@ class Engine:
                 piece = row.piece(job.state.clone() if job.wants_state else None)
                 assert piece is not None
                 self.send(job, piece)
-                self.finish(job, 0)
+                self.finish(job)
             if not job.waiting:
                 self.placing.popleft()
 
-    def finish(self, job: Job, tokens: int) -> None:
-        self.metrics.written_tokens.inc(tokens)
+    def finish(self, job: Job) -> None:
+        """One of its texts is done."""
         seconds = time.monotonic() - job.began
         with self.changed:
             self.mean_seconds += FOLLOWING * (seconds - self.mean_seconds)

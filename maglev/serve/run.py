@@ -3,6 +3,7 @@
 import logging
 import socket as sockets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
@@ -60,6 +61,8 @@ def run_server(
         created=int((Path(run) / CONFIG).stat().st_mtime),
     )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    # what strangers send that is no HTTP is answered and not worth a line each
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -73,7 +76,9 @@ def run_server(
         say(f"anyone who reaches {host} can use this server; --api-key-file FILE sets a key")
     port = socket.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
-    Announcing(config, lambda: say(f"serving {name} on http://{shown}:{port}")).run(sockets=[socket])
+    # to be interrupted is how it ends: uvicorn hands the signal on when everything is closed
+    with suppress(KeyboardInterrupt):
+        Announcing(config, lambda: say(f"serving {name} on http://{shown}:{port}")).run(sockets=[socket])
 
 
 class Announcing(uvicorn.Server):

@@ -141,12 +141,13 @@ def test_the_cache_keeps_to_its_bytes(lm: LanguageModel) -> None:
 
 
 def test_a_full_queue_refuses_whole_requests(engine: ByHand, lm: LanguageModel) -> None:
-    engine.submit([job(lm, n=4)])
+    """Six may wait, and two find a free slot."""
+    engine.submit([job(lm, n=5)])
     with pytest.raises(Fault) as caught:
-        engine.submit([job(lm, n=3)])
+        engine.submit([job(lm, n=2), job(lm, n=2)])
     assert caught.value.status == 429 and int(caught.value.headers["Retry-After"]) >= 1
-    engine.submit([job(lm, n=2)])
-    engine.turn(60)
+    engine.submit([job(lm, n=3)])
+    engine.turn(100)
     assert engine.queued == 0 and not engine.at_work
 
 
