@@ -11,7 +11,7 @@ from maglev.errors import RequestError
 from maglev.inference.checks import check_max_tokens, check_text, items_of
 from maglev.inference.engine import RECENT_TOKENS, LanguageModel, seeded
 from maglev.inference.fast_step import BUCKETS
-from maglev.inference.sampling import Sampling, next_token
+from maglev.inference.sampling import Draw, Sampling, next_tokens
 from maglev.inference.state import State
 from maglev.inference.streaming import Stop, TextStream, stop_strings
 from maglev.model.state import DecoderState
@@ -30,8 +30,14 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     finished: str = ""
 
-    def take(self, token: int, logits: Tensor, piece: bytes) -> None:
+    @property
+    def scored(self) -> bool:
+        """Whether `take` needs the logits."""
+        return True
+
+    def take(self, token: int, logits: Tensor | None, piece: bytes) -> None:
         """The token that was drawn from logits (V,), and its bytes."""
+        assert logits is not None
         self.tokens.append(token)
         self.logprobs.append(float(logits.double().log_softmax(-1)[token]))
         self.recent.append(token)
@@ -136,15 +142,21 @@ def write_rows(lm: LanguageModel, rows: list[Row], inner: DecoderState, max_toke
 def draw(lm: LanguageModel, rows: Sequence[Row | None], logits: Tensor) -> list[int]:
     """One token for every row that still writes; the others are stepped along on BOS and stay unheard."""
     bos = lm.tokenizer.bos_id
-    step = [bos] * len(rows)
-    writing = [(index, row) for index, row in enumerate(rows) if row is not None and not row.finished]
-    for (index, row), own in zip(writing, logits[[index for index, _ in writing]].cpu(), strict=True):
-        step[index] = token = next_token(own, row.sampling, row.generator, row.recent)
-        if token == bos:
+    writing = {index: row for index, row in enumerate(rows) if row is not None and not row.finished}
+    # all rows, so that a batch is drawn from in one shape to its end
+    draws = [
+        Draw(writing[index].sampling, writing[index].generator, writing[index].recent) if index in writing else None
+        for index in range(len(rows))
+    ]
+    drawn = next_tokens(logits, draws)
+    scored = [index for index, row in writing.items() if row.scored]
+    own = dict(zip(scored, logits[scored].cpu(), strict=True)) if scored else {}
+    for index, row in writing.items():
+        if drawn[index] == bos:
             row.finished = "end"
         else:
-            row.take(token, own, lm.tokenizer.token_bytes[token])
-    return step
+            row.take(drawn[index], own.get(index), lm.tokenizer.token_bytes[drawn[index]])
+    return [drawn[index] if index in writing else bos for index in range(len(rows))]
 
 
 def finish(lm: LanguageModel, row: Row, end: DecoderState) -> Completion:

@@ -65,8 +65,12 @@ class ServedRow(Row):
     shown: int = 0
     unsent: list[TokenScore] = field(default_factory=list)
 
-    def take(self, token: int, logits: Tensor, piece: bytes) -> None:
-        if self.top is not None:
+    @property
+    def scored(self) -> bool:
+        return self.top is not None
+
+    def take(self, token: int, logits: Tensor | None, piece: bytes) -> None:
+        if self.top is not None and logits is not None:
             self.unsent.append(score(logits, token, self.top, len(self.text) + len(self.stream.held)))
         self.tokens.append(token)
         self.recent.append(token)

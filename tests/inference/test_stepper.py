@@ -11,7 +11,7 @@ from maglev.inference import batch
 from maglev.inference.batch import generate_batch
 from maglev.inference.engine import LanguageModel, seeded
 from maglev.inference.fast_step import FastDecoder
-from maglev.inference.sampling import Sampling, next_token
+from maglev.inference.sampling import Sampling, next_token, next_tokens
 from maglev.inference.state import State
 from maglev.inference.stepper import KEPT, KEPT_BYTES, EagerStepper, Steppers
 from maglev.model.decoder import Decoder
@@ -169,15 +169,15 @@ def test_ragged_rows_end_where_each_would_alone(lm: LanguageModel, monkeypatch: 
     """One row ends its document, one meets a stop string, one writes to the limit; their states are their own."""
     drawn: Counter[int] = Counter()
 
-    def draw(logits, sampling, generator, recent=()):  # type: ignore[no-untyped-def]
-        seed = generator.initial_seed()
-        drawn[seed] += 1
-        token = next_token(logits, sampling, generator, recent)
-        return lm.tokenizer.bos_id if seed == 1 and drawn[seed] == 5 else token
+    def draw(logits, draws):  # type: ignore[no-untyped-def]
+        tokens = next_tokens(logits, draws)
+        drawn.update(draw.generator.initial_seed() for draw in draws if draw is not None)
+        ends = [draw is not None and draw.generator.initial_seed() == 1 and drawn[1] == 5 for draw in draws]
+        return [lm.tokenizer.bos_id if end else token for end, token in zip(ends, tokens)]
 
     prompts, seeds = ["a", TEXT, "the window"], [1, 2, 3]
     stop = "".join(lm.generate(TEXT, max_tokens=12, seed=2))[4:7]
-    monkeypatch.setattr(batch, "next_token", draw)
+    monkeypatch.setattr(batch, "next_tokens", draw)
     found = generate_batch(lm, prompts, max_tokens=12, seeds=seeds, stop=stop)
     assert [row.finished for row in found] == ["end", "stop", "length"] and len(found[0].tokens) == 4
     for prompt, row in zip(prompts, found, strict=True):
