@@ -225,6 +225,10 @@ class GraphStepper:
         """A copy of where the rows are now."""
         return first_rows(self.buffers, self.rows).clone()
 
+    def memory(self) -> Tensor:
+        """(B, D), of the last tokens read; a copy."""
+        return self.buffers.memory[: self.rows].clone()
+
     def row(self, index: int) -> DecoderState:
         """A copy of one of them, as a batch of one."""
         return self.buffers.row(index)

@@ -31,6 +31,9 @@ class Stepper(Protocol):
     def step(self, tokens: Tensor) -> Tensor:
         """tokens (B,) from anywhere -> the logits after them, valid until the next step."""
 
+    def memory(self) -> Tensor:
+        """Of the last tokens read, (B, D); a copy."""
+
     def row(self, index: int) -> DecoderState: ...
 
     def put(self, index: int, state: DecoderState) -> None:
@@ -64,6 +67,9 @@ class EagerStepper:
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         return self.steps.readout(self.steps.step_(tokens.to(self.steps.device), self.running))
+
+    def memory(self) -> Tensor:
+        return self.running.memory.clone()
 
     def row(self, index: int) -> DecoderState:
         return self.running.row(index)

@@ -18,12 +18,14 @@ from starlette.types import ASGIApp
 
 from maglev import __version__
 from maglev.inference.engine import LanguageModel
+from maglev.model.accounting import full_attention_nbytes, state_nbytes
 from maglev.serve.completions import ClientGone, EventStream, Exchange, while_connected
 from maglev.serve.engine import Engine, Outbox
 from maglev.serve.faults import Fault, json_response
 from maglev.serve.guard import Guard
 from maglev.serve.limits import Limits
 from maglev.serve.metrics import Metrics
+from maglev.serve.page import page_response
 from maglev.serve.planning import check_request, make_plan
 from maglev.serve.schema import ERRORS, CompletionRequest, ForkRequest
 from maglev.serve.sessions import SESSION_NAME, Sessions
@@ -51,7 +53,17 @@ class Server:
     planning: Executor
 
     def model(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "maglev"}
+        """OpenAI's fields, and what the page shows."""
+        config, size = self.lm.decoder.config, self.lm.decoder.compute_dtype.itemsize
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "maglev",
+            "max_tokens": self.limits.max_tokens,
+            "state_bytes": state_nbytes(config, size),
+            "full_attention_bytes_per_token": full_attention_nbytes(config, 1, size),
+        }
 
     def check_model(self, name: str) -> None:
         if name != self.name:
@@ -122,6 +134,13 @@ def server_of(request: Request) -> Server:
 
 
 def add_routes(app: FastAPI) -> None:
+    page = page_response()
+
+    @app.get("/", responses=ERRORS, response_model=None)
+    async def try_it() -> Response:
+        """The page to try it."""
+        return page
+
     @app.post("/v1/completions", responses=ERRORS, response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Text that goes on from a prompt, or from a session."""

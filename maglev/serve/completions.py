@@ -119,7 +119,8 @@ class Exchange:
 
     def part_of(self, piece: Piece) -> dict[str, Any]:
         offset = len(self.plan.prompts[piece.choice].text) if self.body.echo else 0
-        return choice_object(piece.choice, piece.text, self.logprobs(piece.scores, offset), piece.finished)
+        found = choice_object(piece.choice, piece.text, self.logprobs(piece.scores, offset), piece.finished)
+        return found if piece.changes is None else {**found, "memory_change": piece.changes}
 
     def logprobs(self, scores: list[TokenScore], offset: int) -> dict[str, Any] | None:
         return None if self.body.logprobs is None else logprobs_object(self.tokenizer, scores, offset)
@@ -156,6 +157,8 @@ def extend(whole: dict[str, Any], part: dict[str, Any]) -> None:
     """Join a later part of a choice to what came before."""
     whole["text"] += part["text"]
     whole["finish_reason"] = part["finish_reason"]
+    if "memory_change" in part:
+        whole["memory_change"] = whole.get("memory_change", []) + part["memory_change"]
     if part["logprobs"] is not None:
         for name, values in part["logprobs"].items():
             whole["logprobs"][name] += values

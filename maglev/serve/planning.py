@@ -160,4 +160,5 @@ def row_of(body: CompletionRequest, prompt: Prompt, choice: int, seed: int) -> S
         choice=choice,
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         top=body.logprobs,
+        changes=[] if body.memory else None,
     )

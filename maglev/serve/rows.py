@@ -33,6 +33,8 @@ class Piece:
     tokens: int
     finished: str = ""
     state: State | None = None
+    # of the memory by each token, where it was asked for
+    changes: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class ServedRow(Row):
     top: int | None = None
     shown: int = 0
     unsent: list[TokenScore] = field(default_factory=list)
+    # how much each token changed the memory, since the last piece; None: nobody asked
+    changes: list[float] | None = None
 
     @property
     def scored(self) -> bool:
@@ -92,7 +96,8 @@ class ServedRow(Row):
         cut = self.shown if self.finished in ("", "stop") else self.shown + 1
         ready = [each for each in self.unsent if each.offset < cut]
         self.unsent = self.unsent[len(ready) :]
-        return Piece(self.choice, text, ready, len(self.tokens), self.finished, state)
+        changes, self.changes = self.changes, None if self.changes is None else []
+        return Piece(self.choice, text, ready, len(self.tokens), self.finished, state, changes)
 
 
 @dataclass(eq=False, repr=False)

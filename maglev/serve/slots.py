@@ -14,6 +14,7 @@ from torch import Tensor
 from maglev.inference.batch import draw
 from maglev.inference.engine import LanguageModel
 from maglev.inference.fast_step import BUCKETS
+from maglev.inference.reading import relative_changes
 from maglev.inference.state import State
 from maglev.inference.stepper import Stepper
 from maglev.serve.rows import Job, Piece, ServedRow
@@ -95,7 +96,11 @@ class Group:
         tokens = draw(self.lm, self.rows, self.current_logits())
         # the end of a document is drawn and not read
         states = self.states_of("end")
+        watched = [row for row in self.rows if row is not None and row.changes is not None and row.finished != "end"]
+        before = self.stepper.memory() if watched else None
         self.logits = self.stepper.step(torch.tensor(tokens))
+        if before is not None:
+            self.note_changes(before)
         states |= self.states_of("stop", "length")
         found = []
         for slot, (job, row) in enumerate(zip(self.jobs, self.rows)):
@@ -107,6 +112,13 @@ class Group:
             if row.finished:
                 self.free(slot)
         return found
+
+    def note_changes(self, before: Tensor) -> None:
+        """||m_t - m_{t-1}|| / ||m_t|| for those that asked. before (B, D)"""
+        changes = relative_changes(before[:, None], self.stepper.memory()[:, None]).tolist()
+        for row, change in zip(self.rows, changes):
+            if row is not None and row.changes is not None and row.finished != "end":
+                row.changes.append(change)
 
     def states_of(self, *endings: str) -> dict[int, State]:
         return {
