@@ -1,8 +1,9 @@
 """`maglev serve`"""
 
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +11,9 @@ from maglev.cli.output import say
 from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
 from maglev.serve.limits import Limits
+
+if TYPE_CHECKING:
+    from maglev.ops.matrix import WeightFormat
 
 DEFAULTS = Limits()
 SHORTEST_KEY = 16
@@ -46,6 +50,7 @@ def serve(
     cache_bytes: Annotated[
         int, typer.Option("--cache-bytes", help="For states of prompts that later ones may extend.")
     ] = DEFAULTS.cache_bytes,
+    replicas: Annotated[int, typer.Option("--replicas", help="Above 1: so many copies under Ray Serve.")] = 1,
     weights: Weights = "plain",
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
 ) -> None:
@@ -55,16 +60,64 @@ def serve(
     key = None if api_key_file is None else read_key(api_key_file)
     if not 0 <= port < 1 << 16:
         raise RequestError(f"--port is {port}; it must be from 0 to 65535")
+    if replicas < 1:
+        raise RequestError(f"--replicas is {replicas}; it must be at least 1")
+    serve_it = serve_here if replicas == 1 else partial(serve_replicas, count=replicas)
+    places: dict[str, Any] = {"sessions": sessions or run / "sessions", "name": name or run.resolve().name}
     try:
-        from maglev.serve.run import listen, run_server
+        serve_it(run, host, port, limits, key=key, weights=weight_format(weights), device=device, **places)
     except ModuleNotFoundError as error:
-        raise RequestError(f"maglev serve needs {error.name}; install it with: pip install 'maglev[serve]'") from None
+        extra = "serve" if replicas == 1 else "ray"
+        raise RequestError(f"maglev serve needs {error.name}; install it with: pip install 'maglev[{extra}]'") from None
+
+
+def serve_here(
+    run: Path, host: str, port: int, limits: Limits, *, weights: "WeightFormat", device: str, **more: Any
+) -> None:
     import maglev
+    from maglev.serve.run import listen, run_server
 
     # a port that is taken is told before a large model is loaded
     with listen(host, port) as socket:
-        lm = maglev.load(run, device=device, report=say, weights=weight_format(weights))
-        run_server(lm, run, socket, host, limits, key=key, sessions=sessions, name=name, say=say)
+        lm = maglev.load(run, device=device, report=say, weights=weights)
+        run_server(lm, run, socket, host, limits, say=say, **more)
+
+
+def serve_replicas(
+    run: Path,
+    host: str,
+    port: int,
+    limits: Limits,
+    *,
+    count: int,
+    key: str | None,
+    weights: "WeightFormat",
+    device: str,
+    sessions: Path,
+    name: str,
+) -> None:
+    from maglev.runs import read_config
+    from maglev.serve.cluster import Replica, run_cluster
+    from maglev.serve.guard import is_loopback
+    from maglev.serve.run import listen, made
+    from maglev.train.distributed import resolve_device
+
+    read_config(run)
+    # Ray binds by itself: what is wrong with the address, or a free port, is found out here
+    with listen(host, port) as socket:
+        port = socket.getsockname()[1]
+    replica = Replica(
+        run.resolve(),
+        name,
+        sessions.resolve(),
+        limits,
+        key,
+        is_loopback(host),
+        str(resolve_device(device, setting="--device")),
+        weights,
+        made(run),
+    )
+    run_cluster(replica, count, host, port, say)
 
 
 def read_key(path: Path) -> str:

@@ -36,6 +36,11 @@ def listen(host: str, port: int) -> sockets.socket:
     return socket
 
 
+def made(run: Path) -> int:
+    """When this run was begun, in seconds."""
+    return int((run / CONFIG).stat().st_mtime)
+
+
 def run_server(
     lm: LanguageModel,
     run: Path,
@@ -44,22 +49,13 @@ def run_server(
     limits: Limits,
     *,
     key: str | None,
-    sessions: Path | None,
-    name: str | None,
+    sessions: Path,
+    name: str,
     say: Callable[[str], None],
 ) -> None:
     """Until it is interrupted or terminated."""
-    name = name or Path(run).resolve().name
     local = is_loopback(host)
-    app = create_app(
-        lm,
-        name,
-        sessions or Path(run) / "sessions",
-        limits,
-        key=key,
-        only_local=local,
-        created=int((Path(run) / CONFIG).stat().st_mtime),
-    )
+    app = create_app(lm, name, sessions, limits, key=key, only_local=local, created=made(run))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     # what strangers send that is no HTTP is answered and not worth a line each
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -67,6 +63,9 @@ def run_server(
         app,
         log_config=None,
         access_log=False,
+        # whatever else is installed: these are tested
+        http="h11",
+        loop="asyncio",
         server_header=False,
         limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,

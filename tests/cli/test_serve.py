@@ -26,6 +26,7 @@ def run(trained: Train, capsys: pytest.CaptureFixture[str]) -> Path:
         (["--port", "70000"], "--port is 70000; it must be from 0 to 65535"),
         (["--slots", "0"], "--slots is 0; it must be at least 1"),
         (["--slots", "257"], "--slots is 257; it must be at most 256"),
+        (["--replicas", "0"], "--replicas is 0; it must be at least 1"),
         (["--queue", "0"], "--queue is 0; it must be at least 1"),
         (["--seconds", "0"], "--seconds is 0.0; it must be above 0"),
         (["--seconds", "nan"], "--seconds is nan; it must be above 0"),
