@@ -21,7 +21,7 @@ from maglev.inference.engine import LanguageModel
 from maglev.model.accounting import full_attention_nbytes, state_nbytes
 from maglev.serve.completions import ClientGone, EventStream, Exchange, while_connected
 from maglev.serve.engine import Engine, Outbox
-from maglev.serve.faults import Fault, json_response
+from maglev.serve.faults import Fault, json_response, too_late
 from maglev.serve.guard import Guard
 from maglev.serve.limits import Limits
 from maglev.serve.metrics import Metrics
@@ -77,10 +77,15 @@ class Server:
         plan = await loop.run_in_executor(self.planning, make_plan, body, self.lm, self.limits, start)
         exchange = Exchange(body, plan, self.lm.tokenizer, self.engine, self.sessions, self.metrics)
         exchange.begin()
+        # the engine keeps the time of a request; this is for when it cannot
+        longest = self.limits.seconds + self.limits.transfer_seconds
         if body.stream:
-            return EventStream(exchange, self.limits.seconds + self.limits.transfer_seconds)
+            return EventStream(exchange, longest)
         try:
-            return json_response(await while_connected(request.receive, exchange.document()))
+            async with asyncio.timeout(longest):
+                return json_response(await while_connected(request.receive, exchange.document()))
+        except TimeoutError:
+            raise too_late() from None
         except ClientGone:
             return Response(status_code=CLIENT_GONE)
         finally:
