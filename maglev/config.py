@@ -226,6 +226,7 @@ class TrainConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
     recompute: Literal["none", "selective", "full"] = "none"
+    products: Literal["plain", "fp8"] = "plain"
     sharding: Literal["none", "full"] = "none"
     timeout: int = 1800
     threads: int = 0

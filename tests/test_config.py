@@ -111,6 +111,7 @@ BAD_SETTINGS = [
     ("swa-ssss", "train.precision", "float8"),
     ("swa-ssss", "train.compile", "yes"),
     ("swa-ssss", "train.recompute", "some"),
+    ("swa-ssss", "train.products", "fp4"),
     ("swa-ssss", "train.sharding", "some"),
     ("swa-ssss", "train.timeout", "0"),
     ("swa-ssss", "train.timeout", "1e9"),

@@ -24,7 +24,20 @@ CONVENTION = (
     "forward + backward = 3 x forward; recomputation not counted"
 )
 BASELINE = "swa-ssss"
-COMPARED = (BASELINE, "transformer-slsl", "lrt-ssss", "maglev-shared-0.1", "maglev-separate-1")
+COMPARED = (
+    BASELINE,
+    "transformer-slsl",
+    "lrt-ssss",
+    "maglev-shared-0.1",
+    "maglev-shared-0.1+selective",
+    "maglev-separate-1",
+)
+# what may stand behind a recipe's name and a plus
+VARIANTS = {
+    "selective": {"train.recompute": "selective"},
+    "full": {"train.recompute": "full"},
+    "fp8": {"train.products": "fp8"},
+}
 SCALED = (BASELINE, "maglev-shared-0.1")
 MOST = 1 << 30
 
@@ -44,6 +57,7 @@ class TrainPlan:
     tokens: int
     steps: int
     recompute: str
+    products: str
     vocab_size: int
     quick: bool = False
 
@@ -68,9 +82,10 @@ class TrainPlan:
         # wrong names and sizes are to show before anything is measured
         for recipe in self.recipes:
             for depth in self.depths:
-                run_config(recipe, depth, self.settings())
+                run_config(recipe.split("+")[0], depth, self.settings(recipe))
 
-    def settings(self, **changed: Any) -> dict[str, Any]:
+    def settings(self, recipe: str = "", **changed: Any) -> dict[str, Any]:
+        """Of a recipe, whose variants are those behind a plus."""
         own = {
             "model.context": self.context,
             "model.window": self.window,
@@ -78,10 +93,13 @@ class TrainPlan:
             "train.rows_per_pass": self.rows,
             "train.tokens_per_step": self.tokens,
             "train.recompute": self.recompute,
+            "train.products": self.products,
             # the learning rates' schedule is to see no end, and nothing is validated or written
             "train.steps": 1000,
             "train.validate_every": 0,
         }
+        for variant in recipe.split("+")[1:]:
+            own |= VARIANTS[variant]
         return own | {name.replace("__", "."): value for name, value in changed.items()}
 
 
@@ -98,7 +116,7 @@ def train_plan(quick: bool = False, scaling: bool = False, **given: Any) -> Trai
     one = context * max(1, rows)
     # the optimizer's share is that of the paper's step, or as near to it as whole passes come
     standard["tokens"] = 2 * one if quick else (4 if scaling else max(1, round(524_288 / one))) * one
-    standard |= {"recipes": SCALED if scaling else COMPARED, "recompute": "none"}
+    standard |= {"recipes": SCALED if scaling else COMPARED, "recompute": "none", "products": "plain"}
     return TrainPlan(**(standard | chosen | {"quick": quick}))
 
 
@@ -124,9 +142,10 @@ def measure_train(plan: TrainPlan, device: str, watch: Watch) -> dict[str, Any]:
     for depth in plan.depths:
         for recipe in plan.recipes:
             watch(f"{recipe}, depth {depth}")
-            order = Order(recipe, depth, [plan.settings()], plan.steps, device, plan.quick, time.time())
+            settings = [plan.settings(recipe)]
+            order = Order(recipe.split("+")[0], depth, settings, plan.steps, device, plan.quick, time.time())
             found = run_worker(order)
-            rows += found.pop("rows")
+            rows += [row | {"recipe": recipe} for row in found.pop("rows")]
             facts.append(found)
     return assemble("train", plan, rows, facts) | {"summary": summary(rows)}
 
@@ -161,6 +180,8 @@ def measure_scaling(plan: TrainPlan, device: str, watch: Watch) -> dict[str, Any
     """Cost along each axis; the points of an axis share a process and leave nothing to one another."""
     if not plan.rows:
         raise RequestError("--rows is 0; the scaling curves need one number of rows")
+    if any("+" in recipe for recipe in plan.recipes):
+        raise RequestError("--scaling takes recipes without a plus; set --recompute or --products for all of them")
     rows, facts = [], []
     for recipe in plan.recipes:
         for axis, settings in scaling_axes(plan).items():
@@ -239,11 +260,15 @@ def growth(rows: list[Row]) -> list[Row]:
 
 
 def known_recipes(text: str | None) -> tuple[str, ...] | None:
-    """Names with commas between them; what is unknown is told with the nearest one."""
+    """Names with commas between them, variants behind a plus; what is unknown is told with the nearest one."""
     if text is None:
         return None
     names = tuple(part.strip() for part in text.split(","))
     for name in names:
-        if name not in RECIPES:
-            run_config(name)
+        recipe, *variants = name.split("+")
+        if recipe not in RECIPES:
+            run_config(recipe)
+        for variant in variants:
+            if variant not in VARIANTS:
+                raise RequestError(f"--recipes has {name!r}; behind a plus comes one of {', '.join(VARIANTS)}")
     return names

@@ -194,6 +194,7 @@ def measure_point(config: RunConfig, order: Order, device: torch.device) -> dict
         "rows": trainer.passes.rows_per_pass,
         "tokens_per_step": config.train.tokens_per_step,
         "recompute": config.train.recompute,
+        "products": config.train.products,
         "seconds_per_step": median(times),
         "tokens_per_s": rate,
         "flops_per_token": 3 * objective_flops(config),

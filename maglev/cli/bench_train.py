@@ -26,7 +26,12 @@ def train(
         str | None, typer.Option("--depth", metavar="N,N...", help="Layers, width 64 x that; 12,20, with --quick 2.")
     ] = None,
     recipes: Annotated[
-        str | None, typer.Option("--recipes", metavar="NAME,...", help="SWA, SLSL, LRT, Maglev shared and separate.")
+        str | None,
+        typer.Option(
+            "--recipes",
+            metavar="NAME,...",
+            help="SWA, SLSL, LRT, Maglev shared and separate; NAME+selective, +full, +fp8.",
+        ),
     ] = None,
     context: Annotated[int | None, typer.Option("--context", help="Tokens of a row; 2048 unless given.")] = None,
     window: Annotated[int | None, typer.Option("--window", help="A quarter of the context unless given.")] = None,
@@ -38,6 +43,7 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Warm steps that are timed; the median counts.")] = None,
     recompute: Annotated[str, typer.Option("--recompute", help="none, selective or full.")] = "none",
+    products: Annotated[str, typer.Option("--products", help="plain, or fp8 where the GPU has it.")] = "plain",
     scaling: Annotated[
         bool, typer.Option("--scaling", help="Cost by rows, layers and context at one W instead.")
     ] = False,
@@ -67,6 +73,7 @@ def train(
         tokens=tokens,
         steps=steps,
         recompute=recompute,
+        products=products,
     )
     place = str(resolve_device(device, setting="--device"))
     measure, draw, render = (

@@ -17,7 +17,7 @@ from maglev.ops.rotation import rotation, turn_frequencies
 
 
 class Scales(nn.Module):
-    """Residual and input scale of every layer: x <- a_l x + b_l x_0 before block l."""
+    """Residual and input scale of every layer: block l begins with x <- a_l x + b_l x_0."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -34,10 +34,11 @@ def run_blocks(
     attends: Sequence[Attend],
 ) -> Tensor:
     """Embedded tokens through a stack to its final normalised state. (B, T, D) -> (B, T, D)"""
-    start = x
-    for layer, (block, attend) in enumerate(zip(blocks, attends, strict=True)):
-        x = scales.residual_scale[layer] * x + scales.input_scale[layer] * start
-        x = block(x, rotation, memory, attend)
+    entries = zip(scales.residual_scale.unbind(), scales.input_scale.unbind(), strict=True)
+    # another object than x: given one tensor twice, the compiler would build the first layer apart
+    start = x.view_as(x)
+    for block, entry, attend in zip(blocks, entries, attends, strict=True):
+        x = block(x, start, entry, rotation, memory, attend)
     return rms_norm(x)
 
 
@@ -76,21 +77,34 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         return self.embedding.weight.device
 
-    def forward(self, tokens: Tensor, previous_memory: Tensor | None = None, *, starts: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        previous_memory: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        embedded: Tensor | None = None,
+    ) -> Tensor:
         """tokens (B, T), previous_memory (B, T, D) from `shift_right` -> memory (B, T, D).
 
-        A decoder without memory ignores `previous_memory`. None is not zeros: it is the stack without gates.
+        A decoder without memory ignores `previous_memory`. None is not zeros: it is the stack without gates. Who has
+        the tokens' embeddings already gives them along.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         config = self.config
         attends = attend_in_parallel(config.windows, tokens, starts, dtype=self.compute_dtype, head_dim=config.head_dim)
-        return self.run(tokens, positions, previous_memory, attends)
+        return self.run(tokens, positions, previous_memory, attends, embedded)
 
     def run(
-        self, tokens: Tensor, positions: Tensor, previous_memory: Tensor | None, attends: Sequence[Attend]
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        previous_memory: Tensor | None,
+        attends: Sequence[Attend],
+        embedded: Tensor | None = None,
     ) -> Tensor:
         """Any subset of positions, with keys and values wherever `attends` keeps them. positions (T,) or (B, T)"""
-        x = self.embedding(tokens)
+        x = self.embedding(tokens) if embedded is None else embedded
         angles = rotation(positions, self.frequencies, x.dtype)
         features = None
         if self.injection is not None and previous_memory is not None:

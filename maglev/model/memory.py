@@ -37,16 +37,15 @@ class MemoryProjections(nn.Module):
 
 
 class MemoryGates(nn.Module):
-    """g_loc and g_rec of one layer, one number per K/V head, from all channels of the block's normalised input."""
+    """g_loc and g_rec of one layer, one number per K/V head, from all channels of the block's normalised input.
+
+    Attention projects them together with its queries, keys and values; `gate` makes gates of the logits (B, T, G).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.local_gate = Linear(config.width, config.kv_heads)
         self.memory_gate = Linear(config.width, config.kv_heads)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, (B, T, G) each; `gate` makes gates of them."""
-        return self.local_gate(x), self.memory_gate(x)
 
 
 def shift_right(memory: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from maglev.model.decoder import Decoder
-from maglev.ops.loss import IGNORED, cross_entropy
+from maglev.ops.loss import IGNORED, mean_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,13 @@ class Objective(nn.Module):
         raise NotImplementedError
 
 
-def valid_mean(values: Tensor, targets: Tensor) -> Tensor:
-    """Mean over the positions that have a target; 0 where there is none."""
-    return masked_mean(values, targets >= 0)
-
-
 def token_mean(values: Tensor, targets: Tensor) -> Tensor:
     """Mean over the positions that hold a token: all but padding, whether they have a target or not."""
-    return masked_mean(values, targets != IGNORED)
-
-
-def masked_mean(values: Tensor, valid: Tensor) -> Tensor:
+    valid = targets != IGNORED
     return torch.where(valid, values, 0).sum() / valid.sum().clamp_min(1)
 
 
 def next_token_loss(decoder: Decoder, memory: Tensor, targets: Tensor) -> Tensor:
     """Mean nats per target. memory (B, T, D), targets (B, T) negative where there is nothing to predict."""
-    nats = cross_entropy(memory, decoder.readout.weight, targets, decoder.readout.cap)
-    return valid_mean(nats, targets)
+    readout = decoder.readout
+    return mean_cross_entropy(memory, readout.weight, targets, readout.cap, readout.fused)

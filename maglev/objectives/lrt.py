@@ -21,6 +21,8 @@ class Buffer:
     What the pass before left stays as it was, so that a pass which is run again, to recompute it, gives the same.
     """
 
+    writes = True
+
     def __init__(self, plan: AttentionPlan, before: "Buffer | None") -> None:
         self.plan, self.before = plan, before
         self.key: Tensor | None = None

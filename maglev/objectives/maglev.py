@@ -1,5 +1,7 @@
 """Lifted parallel training: Q writes the memories, P reads them shifted, predicts, and learns to write them itself."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from maglev.model.decoder import Decoder
@@ -10,6 +12,8 @@ from maglev.ops.reference import consistency
 
 
 class MaglevObjective(Objective):
+    consistency: Callable[[Tensor, Tensor], Tensor] = staticmethod(consistency)
+
     def __init__(self, decoder: Decoder, prefiller: Prefiller, consistency_weight: float) -> None:
         super().__init__(decoder)
         self.prefiller = prefiller
@@ -17,13 +21,13 @@ class MaglevObjective(Objective):
 
     def lifted(self, tokens: Tensor, documents: Documents = WHOLE_ROWS) -> tuple[Tensor, Tensor]:
         """P's memories on Q's, and Q's: m_{1:T}, m'_{1:T}."""
-        starts = documents.attention_starts
-        target_memory = self.prefiller(tokens, self.decoder, starts)  # (B, T, D)
+        starts, embedded = documents.attention_starts, self.decoder.embedding(tokens)
+        target_memory = self.prefiller(tokens, self.decoder, starts, embedded)  # (B, T, D)
         previous_memory = shift_right(target_memory, documents.memory_keep)
-        return self.decoder(tokens, previous_memory, starts=starts), target_memory
+        return self.decoder(tokens, previous_memory, starts=starts, embedded=embedded), target_memory
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
         memory, target_memory = self.lifted(tokens, documents)
         next_token = next_token_loss(self.decoder, memory, targets)
-        apart = token_mean(consistency(memory, target_memory), targets)
+        apart = token_mean(self.consistency(memory, target_memory), targets)
         return Losses(next_token + self.consistency_weight * apart, next_token, apart)

@@ -22,9 +22,11 @@ class SharedPrefiller(nn.Module):
         self.windows = tile_windows(pattern, config.depth, config.window, config.context)
         self.scales = Scales(config.depth)
 
-    def forward(self, tokens: Tensor, decoder: Decoder, starts: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, decoder: Decoder, starts: Tensor | None = None, embedded: Tensor | None = None
+    ) -> Tensor:
         """m'_{1:T}: (B, T) -> (B, T, D)."""
-        x = decoder.embedding(tokens)
+        x = decoder.embedding(tokens) if embedded is None else embedded
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         angles = rotation(positions, decoder.frequencies, x.dtype)
         head_dim = decoder.config.head_dim
@@ -47,9 +49,11 @@ class SeparatePrefiller(nn.Module):
         self.register_buffer("frequencies", turn_frequencies(own.head_dim, own.rope_base), persistent=False)
         self.frequencies: Tensor
 
-    def forward(self, tokens: Tensor, decoder: Decoder, starts: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, decoder: Decoder, starts: Tensor | None = None, embedded: Tensor | None = None
+    ) -> Tensor:
         """m'_{1:T}: (B, T) -> (B, T, D)."""
-        x = decoder.embedding(tokens)
+        x = decoder.embedding(tokens) if embedded is None else embedded
         if self.entry_proj is not None:
             x = rms_norm(self.entry_proj(x))
         positions = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,7 +1,10 @@
-"""Memory injection in one launch each way: queries and keys are normalised and rotated, keys and values mixed.
+"""What attention takes of its projections, in one launch each way: queries and keys normalised and rotated, and where
+there is memory, keys and values mixed with it.
 
-A program takes some rows of one head. Backward computes the normalised keys and the gates again from what the
-projections gave, so nothing in between is ever written. Both are ops of PyTorch, which its compiler takes as they are.
+The projections come as one product's rows: queries, keys, values, both gates' logits where there is memory, filler. A
+program takes some rows of one head. Backward computes normalised keys and gates again from what the product gave,
+and writes its gradient as it is needed, so nothing in between is ever written. Both are ops of PyTorch, which its
+compiler takes as they are.
 """
 
 from typing import Any
@@ -15,9 +18,10 @@ from maglev.ops.fused_product import power_of_two
 from maglev.ops.fused_ring import halves, rotated, store_halves
 from maglev.ops.inject import NORM_EPS
 
-DTYPES = (torch.float32, torch.bfloat16)
 # Numbers of a program's tile of one head, and its warps.
 TILE, WARPS = 2048, 4
+# the width of what the projections' rows are filled up with is below this
+FILLER = tl.constexpr(64)
 
 
 @triton.jit
@@ -43,39 +47,41 @@ def place(cos_ptr, sin_ptr, rows, period, HALF: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def gates(local_ptr, memory_ptr, at, exists):  # type: ignore[no-untyped-def]
-    local = 2.0 * tl.sigmoid(tl.load(local_ptr + at, mask=exists, other=0.0).to(tl.float32))
-    return local, 2.0 * tl.sigmoid(tl.load(memory_ptr + at, mask=exists, other=0.0).to(tl.float32))
+def gates(start_ptr, at, exists, KV_HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    local = 2.0 * tl.sigmoid(tl.load(start_ptr + at, mask=exists, other=0.0).to(tl.float32))
+    return local, 2.0 * tl.sigmoid(tl.load(start_ptr + KV_HEADS + at, mask=exists, other=0.0).to(tl.float32))
 
 
 @triton.jit
 def inject_kernel(  # type: ignore[no-untyped-def]
-    query_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, memory_key_ptr, memory_value_ptr, local_ptr, memory_ptr,
-    out_query_ptr, out_key_ptr, out_value_ptr, rows, period, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    packed_ptr, cos_ptr, sin_ptr, memory_key_ptr, memory_value_ptr, query_ptr, key_ptr, value_ptr, rows, period, eps,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, MEMORY: tl.constexpr,
 ):  # fmt: skip
     row, half, keep, cos, sin = place(cos_ptr, sin_ptr, rows, period, HALF, BLOCK, ROWS)
-    head = tl.program_id(1)
+    head, size, line = tl.program_id(1), 2 * HALF, row * WIDTH
+    own = line[:, None] + head * size + half
     if head < HEADS:
-        at = (row * HEADS + head)[:, None] * (2 * HALF) + half
-        first, second = halves(query_ptr, at, keep, HALF)
+        first, second = halves(packed_ptr, own, keep, HALF)
         first, second = rotated(first, second, cos, sin, eps, HALF)
-        store_halves(out_query_ptr, at, first, second, keep, HALF)
+        store_halves(query_ptr, (row * HEADS + head)[:, None] * size + half, first, second, keep, HALF)
     else:
-        pair = row * KV_HEADS + (head - HEADS)
-        local, memory = gates(local_ptr, memory_ptr, pair, row < rows)
-        at = pair[:, None] * (2 * HALF) + half
-        first, second = halves(key_ptr, at, keep, HALF)
+        head -= HEADS
+        at = (row * KV_HEADS + head)[:, None] * size + half
+        first, second = halves(packed_ptr, own, keep, HALF)
         first, second = rotated(first, second, cos, sin, eps, HALF)
-        other_first, other_second = halves(memory_key_ptr, at, keep, HALF)
-        first = local[:, None] * first + memory[:, None] * other_first.to(tl.float32)
-        second = local[:, None] * second + memory[:, None] * other_second.to(tl.float32)
-        store_halves(out_key_ptr, at, first, second, keep, HALF)
-        first, second = halves(value_ptr, at, keep, HALF)
-        other_first, other_second = halves(memory_value_ptr, at, keep, HALF)
-        first = local[:, None] * first.to(tl.float32) + memory[:, None] * other_first.to(tl.float32)
-        second = local[:, None] * second.to(tl.float32) + memory[:, None] * other_second.to(tl.float32)
-        store_halves(out_value_ptr, at, first, second, keep, HALF)
+        value_first, value_second = halves(packed_ptr, own + KV_HEADS * size, keep, HALF)
+        if MEMORY:
+            logits = line + (HEADS + 2 * KV_HEADS) * size + head
+            local, memory = gates(packed_ptr, logits, row < rows, KV_HEADS)
+            other_first, other_second = halves(memory_key_ptr, at, keep, HALF)
+            first = local[:, None] * first + memory[:, None] * other_first.to(tl.float32)
+            second = local[:, None] * second + memory[:, None] * other_second.to(tl.float32)
+            other_first, other_second = halves(memory_value_ptr, at, keep, HALF)
+            value_first = local[:, None] * value_first.to(tl.float32) + memory[:, None] * other_first.to(tl.float32)
+            value_second = local[:, None] * value_second.to(tl.float32) + memory[:, None] * other_second.to(tl.float32)
+        store_halves(key_ptr, at, first, second, keep, HALF)
+        store_halves(value_ptr, at, value_first, value_second, keep, HALF)
 
 
 @triton.jit
@@ -85,144 +91,168 @@ def gate_share(d_first, d_second, first, second):  # type: ignore[no-untyped-def
 
 
 @triton.jit
+def wide_halves(start_ptr, offset, keep, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    first, second = halves(start_ptr, offset, keep, HALF)
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
 def inject_backward_kernel(  # type: ignore[no-untyped-def]
-    query_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, memory_key_ptr, memory_value_ptr, local_ptr, memory_ptr,
-    d_out_query_ptr, d_out_key_ptr, d_out_value_ptr,
-    d_query_ptr, d_key_ptr, d_value_ptr, d_memory_key_ptr, d_memory_value_ptr, d_local_ptr, d_memory_ptr,
-    rows, period, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    packed_ptr, cos_ptr, sin_ptr, memory_key_ptr, memory_value_ptr, d_query_ptr, d_key_ptr, d_value_ptr,
+    d_packed_ptr, d_memory_key_ptr, d_memory_value_ptr, rows, period, eps,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, MEMORY: tl.constexpr,
 ):  # fmt: skip
     row, half, keep, cos, sin = place(cos_ptr, sin_ptr, rows, period, HALF, BLOCK, ROWS)
-    head = tl.program_id(1)
+    head, size, line = tl.program_id(1), 2 * HALF, row * WIDTH
+    own = line[:, None] + head * size + half
+    first, second = halves(packed_ptr, own, keep, HALF)
     if head < HEADS:
-        at = (row * HEADS + head)[:, None] * (2 * HALF) + half
-        d_first, d_second = halves(d_out_query_ptr, at, keep, HALF)
-        first, second = halves(query_ptr, at, keep, HALF)
-        d_first, d_second = unrotated(
-            first, second, d_first.to(tl.float32), d_second.to(tl.float32), cos, sin, eps, HALF
-        )
-        store_halves(d_query_ptr, at, d_first, d_second, keep, HALF)
-    else:
-        pair = row * KV_HEADS + (head - HEADS)
-        local, memory = gates(local_ptr, memory_ptr, pair, row < rows)
-        at = pair[:, None] * (2 * HALF) + half
-        d_first, d_second = halves(d_out_value_ptr, at, keep, HALF)
-        d_first, d_second = d_first.to(tl.float32), d_second.to(tl.float32)
-        first, second = halves(value_ptr, at, keep, HALF)
-        d_local = gate_share(d_first, d_second, first, second)
-        first, second = halves(memory_value_ptr, at, keep, HALF)
-        d_memory = gate_share(d_first, d_second, first, second)
-        store_halves(d_value_ptr, at, local[:, None] * d_first, local[:, None] * d_second, keep, HALF)
-        store_halves(d_memory_value_ptr, at, memory[:, None] * d_first, memory[:, None] * d_second, keep, HALF)
-        d_first, d_second = halves(d_out_key_ptr, at, keep, HALF)
-        d_first, d_second = d_first.to(tl.float32), d_second.to(tl.float32)
-        first, second = halves(memory_key_ptr, at, keep, HALF)
-        d_memory += gate_share(d_first, d_second, first, second)
-        store_halves(d_memory_key_ptr, at, memory[:, None] * d_first, memory[:, None] * d_second, keep, HALF)
-        first, second = halves(key_ptr, at, keep, HALF)
-        normed_first, normed_second = rotated(first, second, cos, sin, eps, HALF)
-        d_local += gate_share(d_first, d_second, normed_first, normed_second)
-        d_first, d_second = local[:, None] * d_first, local[:, None] * d_second
+        d_first, d_second = wide_halves(d_query_ptr, (row * HEADS + head)[:, None] * size + half, keep, HALF)
         d_first, d_second = unrotated(first, second, d_first, d_second, cos, sin, eps, HALF)
-        store_halves(d_key_ptr, at, d_first, d_second, keep, HALF)
-        # of 2 sigmoid: g (1 - g / 2)
-        kind = d_local_ptr.dtype.element_ty
-        tl.store(d_local_ptr + pair, (d_local * local * (1.0 - 0.5 * local)).to(kind), mask=row < rows)
-        tl.store(d_memory_ptr + pair, (d_memory * memory * (1.0 - 0.5 * memory)).to(kind), mask=row < rows)
+        store_halves(d_packed_ptr, own, d_first, d_second, keep, HALF)
+    else:
+        head -= HEADS
+        at = (row * KV_HEADS + head)[:, None] * size + half
+        below = own + KV_HEADS * size
+        d_key_first, d_key_second = wide_halves(d_key_ptr, at, keep, HALF)
+        d_first, d_second = wide_halves(d_value_ptr, at, keep, HALF)
+        if MEMORY:
+            logits, exists = line + (HEADS + 2 * KV_HEADS) * size + head, row < rows
+            local, memory = gates(packed_ptr, logits, exists, KV_HEADS)
+            other_first, other_second = halves(packed_ptr, below, keep, HALF)
+            d_local = gate_share(d_first, d_second, other_first, other_second)
+            other_first, other_second = halves(memory_value_ptr, at, keep, HALF)
+            d_memory = gate_share(d_first, d_second, other_first, other_second)
+            store_halves(d_memory_value_ptr, at, memory[:, None] * d_first, memory[:, None] * d_second, keep, HALF)
+            d_first, d_second = local[:, None] * d_first, local[:, None] * d_second
+            other_first, other_second = halves(memory_key_ptr, at, keep, HALF)
+            d_memory += gate_share(d_key_first, d_key_second, other_first, other_second)
+            other_first, other_second = memory[:, None] * d_key_first, memory[:, None] * d_key_second
+            store_halves(d_memory_key_ptr, at, other_first, other_second, keep, HALF)
+            other_first, other_second = rotated(first, second, cos, sin, eps, HALF)
+            d_local += gate_share(d_key_first, d_key_second, other_first, other_second)
+            d_key_first, d_key_second = local[:, None] * d_key_first, local[:, None] * d_key_second
+            # of 2 sigmoid: g (1 - g / 2)
+            kind = d_packed_ptr.dtype.element_ty
+            tl.store(d_packed_ptr + logits, (d_local * local * (1.0 - 0.5 * local)).to(kind), mask=exists)
+            d_memory = d_memory * memory * (1.0 - 0.5 * memory)
+            tl.store(d_packed_ptr + logits + KV_HEADS, d_memory.to(kind), mask=exists)
+        store_halves(d_packed_ptr, below, d_first, d_second, keep, HALF)
+        d_key_first, d_key_second = unrotated(first, second, d_key_first, d_key_second, cos, sin, eps, HALF)
+        store_halves(d_packed_ptr, own, d_key_first, d_key_second, keep, HALF)
+        if head == 0:
+            # filler is multiplied like anything else, so it has to be a number
+            used: tl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * HALF + 2 * KV_HEADS * MEMORY
+            column = used + tl.arange(0, FILLER)[None, :]
+            nothing = tl.zeros([ROWS, FILLER], d_packed_ptr.dtype.element_ty)
+            tl.store(d_packed_ptr + line[:, None] + column, nothing, mask=(row < rows)[:, None] & (column < WIDTH))
 
 
-def launch(kernel: Any, query: Tensor, key: Tensor, cos: Tensor, *tensors: Tensor) -> None:
+def launch(
+    kernel: Any, packed: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, memory: bool, *tensors: Tensor
+) -> None:
     """All tensors are contiguous; `cos` (rows or a divisor of them, half) says after how many rows angles repeat."""
-    assert all(tensor.is_contiguous() for tensor in (query, key, cos, *tensors))
-    heads, head_dim = query.shape[-2:]
-    kv_heads, half = key.shape[-2], head_dim // 2
-    rows, block = query.numel() // (heads * head_dim), power_of_two(half)
+    assert all(tensor.is_contiguous() for tensor in (packed, cos, sin, *tensors))
+    half, width = cos.shape[-1], packed.shape[-1]
+    rows, block = packed.numel() // width, power_of_two(half)
+    assert 0 <= width - (heads + 2 * kv_heads) * 2 * half - 2 * kv_heads * memory < FILLER
     per_program = max(1, TILE // (2 * block))
-    value, sin, *rest = tensors
     kernel[(-(-rows // per_program), heads + kv_heads)](
-        query, key, value, cos, sin, *rest, rows, cos.numel() // half, NORM_EPS,
-        HEADS=heads, KV_HEADS=kv_heads, HALF=half, BLOCK=block, ROWS=per_program, num_warps=WARPS,
+        packed, cos, sin, *tensors, rows, cos.numel() // half, NORM_EPS,
+        WIDTH=width, HEADS=heads, KV_HEADS=kv_heads, HALF=half, BLOCK=block, ROWS=per_program, MEMORY=memory,
+        num_warps=WARPS,
     )  # fmt: skip
+
+
+def empty_heads(packed: Tensor, cos: Tensor, heads: int) -> Tensor:
+    return packed.new_empty(*packed.shape[:-1], heads, 2 * cos.shape[-1])
 
 
 @torch.library.custom_op("maglev::inject", mutates_args=())
 def inject_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    packed: Tensor,
     cos: Tensor,
     sin: Tensor,
-    memory_key: Tensor,
-    memory_value: Tensor,
-    local_logits: Tensor,
-    memory_logits: Tensor,
+    memory_key: Tensor | None,
+    memory_value: Tensor | None,
+    heads: int,
+    kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    outs = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    launch(inject_kernel, query, key, cos, value, sin, memory_key, memory_value, local_logits, memory_logits, *outs)
-    return outs
+    query, key, value = (empty_heads(packed, cos, count) for count in (heads, kv_heads, kv_heads))
+    has_memory = memory_key is not None
+    # without memory the kernel reads nothing there
+    memory = [packed if tensor is None else tensor for tensor in (memory_key, memory_value)]
+    launch(inject_kernel, packed, cos, sin, heads, kv_heads, has_memory, *memory, query, key, value)
+    return query, key, value
 
 
 @inject_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+def _(
+    packed: Tensor, cos: Tensor, sin: Tensor, key: Tensor | None, value: Tensor | None, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (empty_heads(packed, cos, count) for count in (heads, kv_heads, kv_heads))
+    return query, key, value
 
 
 @torch.library.custom_op("maglev::inject_backward", mutates_args=())
 def inject_backward_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    packed: Tensor,
     cos: Tensor,
     sin: Tensor,
-    memory_key: Tensor,
-    memory_value: Tensor,
-    local_logits: Tensor,
-    memory_logits: Tensor,
+    memory_key: Tensor | None,
+    memory_value: Tensor | None,
     d_query: Tensor,
     d_key: Tensor,
     d_value: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wanted = (query, key, value, memory_key, memory_value, local_logits, memory_logits)
-    inputs = (value, sin, memory_key, memory_value, local_logits, memory_logits, d_query, d_key, d_value)
-    a, b, c, d, e, f, g = (torch.empty_like(tensor) for tensor in wanted)
-    launch(inject_backward_kernel, query, key, cos, *inputs, a, b, c, d, e, f, g)
-    return a, b, c, d, e, f, g
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of what was packed and of memory, the latter empty where there is none."""
+    has_memory = memory_key is not None
+    memory = [packed if tensor is None else tensor for tensor in (memory_key, memory_value)]
+    d_packed, d_memory_key, d_memory_value = gradients_of(packed, memory_key, memory_value)
+    given = (*memory, d_query, d_key, d_value, d_packed, d_memory_key, d_memory_value)
+    launch(inject_backward_kernel, packed, cos, sin, d_query.shape[-2], d_key.shape[-2], has_memory, *given)
+    return d_packed, d_memory_key, d_memory_value
+
+
+def gradients_of(
+    packed: Tensor, memory_key: Tensor | None, memory_value: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    key, value = (
+        packed.new_empty(0) if each is None else torch.empty_like(each) for each in (memory_key, memory_value)
+    )
+    return torch.empty_like(packed), key, value
 
 
 @inject_backward_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(tensor) for tensor in (query, key, value, *rest[:4]))
+def _(
+    packed: Tensor, cos: Tensor, sin: Tensor, memory_key: Tensor | None, memory_value: Tensor | None, *rest: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return gradients_of(packed, memory_key, memory_value)
 
 
-def keep_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs)
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    packed, cos, sin, memory_key, memory_value, *_ = inputs
+    ctx.save_for_backward(packed, cos, sin, memory_key, memory_value)
 
 
 def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     found = inject_backward_op(*ctx.saved_tensors, *(gradient.contiguous() for gradient in gradients))
-    d_query, d_key, d_value, *others = found
-    return d_query, d_key, d_value, None, None, *others
+    d_packed, *d_memory = found
+    d_key, d_value = (None, None) if ctx.saved_tensors[3] is None else d_memory
+    return d_packed, None, None, d_key, d_value, None, None
 
 
 inject_op.register_autograd(backward, setup_context=keep_inputs)
 
 
 def inject(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    memory_key: Tensor,
-    memory_value: Tensor,
-    local_logits: Tensor,
-    memory_logits: Tensor,
+    packed: Tensor, cos: Tensor, sin: Tensor, memory: tuple[Tensor, Tensor] | None, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`reference.inject`."""
-    given = (query, key, value, cos, sin, memory_key, memory_value, local_logits, memory_logits)
-    mixed: tuple[Tensor, Tensor, Tensor] = inject_op(*(tensor.contiguous() for tensor in given))
+    """packed (B, T, columns) and memory features (B, T, G, Dh) to `reference.inject`'s queries, keys and values."""
+    memory_key, memory_value = (None, None) if memory is None else (each.contiguous() for each in memory)
+    angles = cos.contiguous(), sin.contiguous()
+    mixed: tuple[Tensor, Tensor, Tensor] = inject_op(
+        packed.contiguous(), *angles, memory_key, memory_value, heads, kv_heads
+    )
     return mixed
-
-
-def serves(query: Tensor, cos: Tensor) -> bool:
-    return query.dtype in DTYPES and cos.dtype == torch.float32

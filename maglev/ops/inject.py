@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from maglev.ops.reference import mix, rotate
 
-__all__ = ["gate", "inject", "mix", "rms_norm", "rotate"]
+__all__ = ["gate", "inject", "mix", "rms_norm", "rotate", "takes_kernels"]
 
 NORM_EPS = 1e-6
-# The Triton kernels of fused_inject instead of what the compiler makes of the lines below. They are tested, but not
-# yet measured on a GPU, and until they are ahead there they are not taken.
-FUSED = False
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -25,8 +23,13 @@ def gate(logits: Tensor) -> Tensor:
     return 2 * logits.sigmoid()
 
 
-def takes_kernels(query: Tensor) -> bool:
-    return FUSED and query.is_cuda
+def takes_kernels(x: Tensor) -> bool:
+    """Whether attention's inputs come from the kernels of fused_inject: in compiled blocks on CUDA, as in training.
+
+    They write a layer's gradient of q, k, v and gates once; what the compiler makes of `inject` takes four times as
+    long there (docs/log.md).
+    """
+    return x.is_cuda and torch.compiler.is_compiling() and x.dtype in (torch.bfloat16, torch.float32)
 
 
 def inject(
@@ -43,13 +46,6 @@ def inject(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What attention takes of projections (B, T, H or G, Dh), memory features (B, T, G, Dh) and gates (B, T, G):
     rotated, normalised queries, and mixed keys and values."""
-    if takes_kernels(query):
-        from maglev.ops import fused_inject
-
-        if fused_inject.serves(query, cos):
-            return fused_inject.inject(
-                query, key, value, cos, sin, memory_key, memory_value, local_logits, memory_logits
-            )
     local_gate, memory_gate = gate(local_logits), gate(memory_logits)
     query, key = norm(rotate(query, cos, sin)), norm(rotate(key, cos, sin))
     return (

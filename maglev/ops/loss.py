@@ -33,3 +33,16 @@ def cross_entropy(
         for m, t in zip(flat.split(rows), flat_targets.split(rows), strict=True)
     ]
     return torch.cat(parts).view(targets.shape)
+
+
+def mean_cross_entropy(memory: Tensor, weight: Tensor, targets: Tensor, cap: float, fused: bool = False) -> Tensor:
+    """Mean nats over the targets that are not negative; 0 where there is none. Shapes as above -> ()
+
+    `fused` wants loss and gradient by the kernel, on a GPU.
+    """
+    if fused and memory.is_cuda and torch.is_grad_enabled():
+        from maglev.ops import fused_loss
+
+        if fused_loss.serves(memory, cap):
+            return fused_loss.mean_nats(memory, weight, targets, cap)
+    return cross_entropy(memory, weight, targets, cap).sum() / (targets >= 0).sum().clamp_min(1)

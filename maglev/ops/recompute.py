@@ -14,7 +14,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from maglev.ops.inject import NORM_EPS, rms_norm
 
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+COSTLY = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.higher_order.flex_attention,
+)
 
 
 class Keeping(NamedTuple):
@@ -34,13 +39,13 @@ def again(function: Callable[..., Any], *arguments: Any) -> Any:
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def leave_products(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_SAVE if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+def leave_costly(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_SAVE if op in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def again_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
     """For the compiler, which keeps of the products only what backward needs."""
-    contexts = partial(create_selective_checkpoint_contexts, leave_products)
+    contexts = partial(create_selective_checkpoint_contexts, leave_costly)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 

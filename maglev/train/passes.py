@@ -11,7 +11,7 @@ from torch import Tensor
 from maglev.config import RunConfig
 from maglev.data.loader import Batch
 from maglev.errors import WorkError
-from maglev.evaluate.bpb import documents_of
+from maglev.evaluate.bpb import documents_of, upload
 from maglev.objectives import Objective
 from maglev.train import distributed
 from maglev.train.distributed import Ranks, SaidElsewhere
@@ -92,8 +92,7 @@ class Passes:
         return None if shortages else found
 
     def add_pass(self, part: Batch, everyone: float, sums: Tensor) -> None:
-        tokens = torch.from_numpy(part.tokens).to(self.device, non_blocking=True)
-        targets = torch.from_numpy(part.targets).to(self.device, non_blocking=True)
+        tokens, targets = upload(part.tokens, self.device), upload(part.targets, self.device)
         share = float((part.targets >= 0).sum()) / max(everyone, 1.0)
         # the gradients of divided parameters are averaged over the ranks: here they shall add up
         ranks = self.ranks.world if self.divided else 1

@@ -14,7 +14,10 @@ from maglev.errors import RequestError
 from maglev.model.accounting import decoder_flops, objective_flops
 from maglev.model.attention import Block
 from maglev.model.init import draw, initialise
+from maglev.model.layers import Linear
 from maglev.objectives import Objective, build_objective
+from maglev.objectives.maglev import MaglevObjective
+from maglev.ops import fp8
 from maglev.ops.recompute import LEAN, LEAN_COMPILED, again
 from maglev.runs import read_config
 from maglev.train.fitting import USABLE, largest_divisor
@@ -35,6 +38,8 @@ def build_for_training(config: RunConfig, device: torch.device, mesh: DeviceMesh
     compute = compute_dtype(config, device)
     objective.decoder.embedding.compute_dtype = compute
     compiled = config.train.compile == "on" or (config.train.compile == "auto" and device.type == "cuda")
+    if config.train.products == "fp8":
+        take_fp8(objective, device)
     prepare_blocks(objective, compiled, config.train.recompute)
     if mesh is None:
         initialise(objective, config.train.seed)
@@ -56,11 +61,29 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
+def take_fp8(objective: Objective, device: torch.device) -> None:
+    """In the blocks alone: embedding, memory projections and readout stay as they are."""
+    if not fp8.serves(device):
+        raise RequestError(f"{torch.cuda.get_device_name(device)} has no fp8; set train.products to plain")
+    for block in (module for module in objective.modules() if isinstance(module, Block)):
+        for linear in (module for module in block.modules() if isinstance(module, Linear)):
+            linear.product = fp8.linear
+
+
 def prepare_blocks(objective: Objective, compiled: bool, recompute: str) -> None:
-    """Compile per block: seconds instead of minutes, and one graph serves all layers. Recompute as asked for."""
+    """Compile per block: seconds instead of minutes, and one graph serves all layers. Recompute as asked for.
+
+    What is not compiled takes no kernel of ours either: should one fail, training goes on without.
+    """
     if compiled:
         # one graph per window, memory or none, and position subset; past the limit dynamo silently runs eagerly
         torch._dynamo.config.recompile_limit = 64
+        objective.decoder.readout.fused = True
+        if objective.decoder.injection is not None:
+            objective.decoder.injection.compile(dynamic=False)
+        if isinstance(objective, MaglevObjective):
+            # plainly it would write the difference of two memories four times
+            objective.consistency = torch.compile(objective.consistency, dynamic=False)
     for block in (module for module in objective.modules() if isinstance(module, Block)):
         if recompute == "selective":
             # it warns of in-place operations in what is run again; there are none

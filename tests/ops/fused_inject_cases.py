@@ -4,9 +4,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from maglev.ops import fused_inject, inject, reference
+from maglev.model import attention
+from maglev.ops import fused_inject, reference
+from maglev.ops.recompute import KEPT, LEAN_COMPILED
 from tests.helpers import batch_of, gradients, small
 from tests.kernel_cases import DEVICE, INTERPRETED, poisoned_memory, round_like_the_gpu
 
@@ -56,75 +59,129 @@ def inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:
     return [*made[:3], angle.cos(), angle.sin(), *made[3:]]
 
 
-def results(op: object, case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """The three outputs and the gradients of all seven that have one."""
-    given = inputs(case, dtype)
+def packed(features: list[Tensor]) -> Tensor:
+    """As one product gives them, with filler and with NaN around."""
+    row = torch.cat(features, dim=-1)
+    row = F.pad(row, (0, -row.shape[-1] % 64))
+    return F.pad(row.flatten(), (64, 64), value=float("nan"))[64:-64].view(row.shape)
+
+
+def fused(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, memory_key: Tensor, memory_value: Tensor,
+    local_logits: Tensor, memory_logits: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    heads = [each.flatten(-2) for each in (query, key, value)]
+    memory = memory_key, memory_value
+    given = packed([*heads, local_logits, memory_logits])
+    return fused_inject.inject(given, cos, sin, memory, query.shape[-2], key.shape[-2])
+
+
+def fused_alone(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    given = packed([each.flatten(-2) for each in (query, key, value)])
+    return fused_inject.inject(given, cos, sin, None, query.shape[-2], key.shape[-2])
+
+
+def defined_alone(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query, key = (reference.rms_norm(reference.rotate(each, cos, sin)) for each in (query, key))
+    return query, key, value
+
+
+PAIRS = {"memory": (fused, reference.inject, 9), "no memory": (fused_alone, defined_alone, 5)}
+
+
+def results(op: object, case: Case, dtype: torch.dtype, count: int = 9) -> list[Tensor]:
+    """The three outputs and the gradients of all inputs that have one."""
+    given = inputs(case, dtype)[:count]
     outs = op(*given)  # type: ignore[operator]
     weights = [amid_nans(*out.shape, seed=20 + number).to(dtype) for number, out in enumerate(outs)]
     loss = sum((out * weight).sum() for out, weight in zip(outs, weights, strict=True))
     return [*outs, *torch.autograd.grad(loss, [tensor for tensor in given if tensor.requires_grad])]
 
 
+@pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("name", CASES)
-def test_outputs_and_every_gradient(name: str) -> None:
-    found, expected = (results(op, CASES[name], torch.float32) for op in (fused_inject.inject, reference.inject))
-    assert len(found) == 10
+def test_outputs_and_every_gradient(name: str, pair: str) -> None:
+    *ops, count = PAIRS[pair]
+    found, expected = (results(op, CASES[name], torch.float32, count) for op in ops)
+    assert len(found) == 3 + count - 2
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("name", ["plain", "grouped"])
-def test_at_most_twice_the_error_of_plain_bfloat16(name: str) -> None:
-    case = CASES[name]
-    exact = results(reference.inject, case, torch.float32)
-    plain, fused = (results(op, case, torch.bfloat16) for op in (reference.inject, fused_inject.inject))
-    for got, naive, wanted in zip(fused, plain, exact, strict=True):
+def test_at_most_twice_the_error_of_plain_bfloat16(name: str, pair: str) -> None:
+    mine, defined, count = PAIRS[pair]
+    exact = results(defined, CASES[name], torch.float32, count)
+    plain, fast = (results(op, CASES[name], torch.bfloat16, count) for op in (defined, mine))
+    for got, naive, wanted in zip(fast, plain, exact, strict=True):
         assert got.dtype == naive.dtype == torch.bfloat16
         error, allowed = (got.float() - wanted).abs().max(), (naive.float() - wanted).abs().max()
         assert error <= 2 * allowed + 1e-6, f"{error:.2e} against {allowed:.2e} of plain bfloat16"
 
 
-def test_strided_inputs_and_strided_gradients() -> None:
-    """As they come from one stacked projection, and go to attention heads first."""
-    case = CASES["plain"]
-    given = inputs(case, torch.float32)
-    stacked = torch.cat([tensor.detach() for tensor in given[:3]], dim=2).requires_grad_()
+def test_gradients_that_come_heads_first() -> None:
+    """As attention gives them."""
     found = []
-    for op in (fused_inject.inject, reference.inject):
-        parts = stacked.split([2, 2, 2], dim=2)
-        outs = op(*parts, *given[3:])
-        loss = sum(out.transpose(1, 2).flip(1).cumsum(2).square().sum() for out in outs)
-        found.append(torch.autograd.grad(loss, stacked)[0])
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-3)
+    for op in (fused, reference.inject):
+        given = inputs(CASES["plain"], torch.float32)
+        loss = sum(out.transpose(1, 2).flip(1).cumsum(2).square().sum() for out in op(*given))
+        found.append(torch.autograd.grad(loss, given[:3]))
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_filler_has_no_gradient_and_no_effect() -> None:
+    given = inputs(CASES["plain"], torch.float32)
+    row = packed([*(each.flatten(-2) for each in given[:3]), *given[7:]]).detach().requires_grad_()
+    assert row.shape[-1] - sum(each.numel() for each in (*given[:3], *given[7:])) // 20 == 28
+    outs = fused_inject.inject(row, *given[3:5], tuple(given[5:7]), 2, 2)
+    slope = torch.autograd.grad(sum(out.sum() for out in outs), row)[0]
+    assert (slope[..., -28:] == 0).all() and slope[..., :-28].ne(0).any(-1).all()
 
 
 def test_the_compiler_takes_it_whole() -> None:
     case = CASES["plain"]
 
     def doubled(*given: Tensor) -> tuple[Tensor, ...]:
-        return tuple(2 * out for out in fused_inject.inject(*given))
+        return tuple(2 * out for out in fused(*given))
 
     compiled = torch.compile(doubled, fullgraph=True, backend="aot_eager")
     for got, wanted in zip(results(compiled, case, torch.float32), results(doubled, case, torch.float32), strict=True):
         torch.testing.assert_close(got, wanted)
 
 
-def test_training_goes_through_it_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recipe", ["maglev-shared-0.1", "swa-ssss", "lrt-ssss"])
+def test_training_goes_through_it_where_it_is_chosen(
+    recipe: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A whole objective, its blocks compiled each as one graph."""
-    objective = small("maglev-shared-0.1", dtype=torch.float32, kv_heads=2).to(DEVICE)
+    objective = small(recipe, dtype=torch.float32, kv_heads=2).to(DEVICE)
     tokens, targets = (each.to(DEVICE) for each in batch_of(2, 24))
     expected = gradients(objective(tokens, targets).total, objective)
-    monkeypatch.setattr(inject, "takes_kernels", lambda query: True)
+    monkeypatch.setattr(attention, "takes_kernels", lambda x: True)
+    torch._dynamo.reset()
     calls, launch = [], fused_inject.launch
     monkeypatch.setattr(fused_inject, "launch", lambda *given: (calls.append(given[0]), launch(*given)))
     for block in objective.decoder.blocks:
+        block.keeping = LEAN_COMPILED if recompute == "selective" else KEPT
         block.compile(fullgraph=True, backend="aot_eager")
-    found = gradients(objective(tokens, targets).total, objective)
-    assert calls == 3 * [fused_inject.inject_kernel] + 3 * [fused_inject.inject_backward_kernel]
+    # the helper keeps the graph of its backward, which the compiler would else not allow
+    with torch._functorch.config.patch(donated_buffer=False):
+        found = gradients(objective(tokens, targets).total, objective)
+    passes = {"swa-ssss": 3, "maglev-shared-0.1": 6, "lrt-ssss": 9}[recipe]
+    again = passes if recompute == "selective" and recipe != "lrt-ssss" else 0
+    assert calls.count(fused_inject.inject_kernel) == passes + again
+    assert calls.count(fused_inject.inject_backward_kernel) == passes
     for name, wanted in expected.items():
         torch.testing.assert_close(found[name], wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_pytorch_finds_nothing_wrong_with_the_op() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(fused_inject.inject_op, tuple(inputs(CASES["plain"], torch.float32)), test_utils=tests)
+    given = inputs(CASES["plain"], torch.float32)
+    row = packed([*(each.flatten(-2) for each in given[:3]), *given[7:]]).detach().requires_grad_()
+    torch.library.opcheck(fused_inject.inject_op, (row, *given[3:7], 2, 2), test_utils=tests)
+    alone = packed([each.flatten(-2) for each in given[:3]]).detach().requires_grad_()
+    torch.library.opcheck(fused_inject.inject_op, (alone, *given[3:5], None, None, 2, 2), test_utils=tests)

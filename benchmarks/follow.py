@@ -1,0 +1,180 @@
+"""Whether training on kernels follows plain PyTorch: 200 steps of a small model from one seed, every recipe.
+
+    python benchmarks/follow.py [--steps 200] [--jobs 8] [--out FILE] [--plot FILE]
+
+`fast` is what training takes on this device; `plain` is the same model without compilation, with attention and loss as
+plain PyTorch; `other` is `plain` with a smaller micro-batch, which only adds up in another order: how far the two are
+apart is the spread from run to run. `fp8` is `fast` with products in 8 bits, for two recipes. Losses are means over
+20 steps; the text is this repository's own source, byte by byte. The last line of stdout is JSON.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from maglev import files, plots
+from maglev.bench.clock import machine_facts
+from maglev.bench.train_worker import RandomTask, Silent
+from maglev.data.loader import Batch
+from maglev.ops import attention, fp8
+from maglev.recipes import RECIPES, run_config
+from maglev.train.distributed import Ranks
+from maglev.train.loop import Trainer
+from maglev.train.passes import StepLosses
+from maglev.train.task import Rows
+
+ROOT = Path(__file__).resolve().parent.parent
+DEPTH, WIDTH, CONTEXT, WINDOW, ROWS = 4, 256, 512, 128, 32
+WAYS = ("fast", "plain", "other")
+NARROW = ("swa-ssss", "maglev-shared-0.1")
+SMOOTH = 20
+
+
+class SourceRows:
+    """Pieces of the package's source, as bytes."""
+
+    fingerprint = "this repository's source"
+    tokens_per_epoch = float("inf")
+
+    def __init__(self, context: int, seed: int) -> None:
+        text = b"".join(path.read_bytes() for path in sorted((ROOT / "maglev").rglob("*.py")))
+        self.text = np.frombuffer(text, np.uint8).astype(np.int64)
+        self.context, self.seed = context, seed
+
+    def batch(self, rows: Any) -> Batch:
+        draws = (np.random.default_rng((self.seed, row)).integers(len(self.text) - self.context - 1) for row in rows)
+        tokens = np.stack([self.text[first : first + self.context + 1] for first in draws])
+        return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.zeros_like(tokens[:, 1:]))
+
+
+class SourceTask(RandomTask):
+    def rows(self, context: int, seed: int) -> Rows:
+        return SourceRows(context, seed)
+
+
+def take_plain() -> None:
+    """What is not compiled takes no kernel of ours, and here not FlexAttention either."""
+    attention.choose_kernel = lambda device_type: attention.BLOCKWISE  # type: ignore[assignment]
+
+
+def losses_of(recipe: str, way: str, steps: int, device: torch.device) -> list[float]:
+    if way in ("plain", "other"):
+        take_plain()
+    settings = {
+        "model.width": WIDTH,
+        "model.context": CONTEXT,
+        "model.window": WINDOW,
+        "model.vocab_size": 256,
+        "train.steps": steps,
+        "train.tokens_per_step": ROWS * CONTEXT,
+        "train.rows_per_pass": ROWS // 2 if way == "other" else ROWS,
+        "train.validate_every": 0,
+        "train.compile": "off" if way in ("plain", "other") else "auto",
+        "train.products": "fp8" if way == "fp8" else "plain",
+    }
+    trainer = Trainer(run_config(recipe, DEPTH, settings), SourceTask(256), Path(), Ranks(0, 1, 0, device), Silent())
+    found: list[float] = []
+
+    def record(losses: StepLosses, skipped: bool, seconds: float) -> None:
+        found.append(losses.next_token)
+
+    trainer.record = record  # type: ignore[method-assign]
+    for _ in range(steps):
+        trainer.one_step()
+    return found
+
+
+def run_one(recipe: str, way: str, steps: int, device: str) -> list[float]:
+    command = [sys.executable, __file__, "--one", recipe, way, "--steps", str(steps), "--device", device]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{recipe}, {way}: {done.stderr[-1500:]}")
+    print(f"{recipe}, {way}: done", file=sys.stderr, flush=True)
+    losses: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return losses
+
+
+def smooth(losses: list[float]) -> np.ndarray:
+    size = min(SMOOTH, len(losses))
+    return np.convolve(losses, np.full(size, 1 / size), mode="valid")
+
+
+def compare(curves: dict[str, list[float]]) -> dict[str, Any]:
+    """The widest gaps of the smoothed curves after the first tenth, and where each one ends."""
+    smoothed = {way: smooth(losses) for way, losses in curves.items()}
+    later = len(smoothed["plain"]) // 10
+
+    def gap(one: str, other: str) -> float:
+        return float(np.abs(smoothed[one] - smoothed[other])[later:].max())
+
+    row: dict[str, Any] = {"last": {way: float(curve[-1]) for way, curve in smoothed.items()}}
+    row |= {"spread": gap("plain", "other"), "fast_from_plain": gap("fast", "plain")}
+    return row | ({"fp8_from_fast": gap("fp8", "fast")} if "fp8" in curves else {})
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    def panels(figure: Any) -> None:
+        axes = figure.subplots(2, 4, sharex=True, sharey=True)
+        for (recipe, row), axis in zip(results.items(), axes.flat, strict=True):
+            for way, losses in row["losses"].items():
+                axis.plot(smooth(losses), label=way, linewidth=1, linestyle="-" if way == "fast" else "--")
+            axis.set_title(recipe, fontsize=9)
+        axes[0, 0].legend()
+        figure.supxlabel("step")
+        figure.supylabel("next-token loss (nats per byte, on the memories of training)", fontsize=9)
+
+    plots.save_plot(path, panels, (9.6, 5.2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--jobs", type=int, default=8, help="processes at once; nothing is timed here")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--one", nargs=2, metavar=("RECIPE", "WAY"), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    device = torch.device(asked.device)
+    if asked.one:
+        print(json.dumps(losses_of(*asked.one, asked.steps, device)))
+        return
+    if asked.plot:
+        plots.check_plot(asked.plot)
+    orders = [(recipe, way) for recipe in RECIPES for way in WAYS]
+    if device.type == "cuda" and fp8.serves(device):
+        orders += [(recipe, "fp8") for recipe in NARROW]
+    # those that compile take longest
+    orders.sort(key=lambda order: order[1] in ("plain", "other"))
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        found = list(pool.map(lambda order: run_one(*order, asked.steps, asked.device), orders))
+    results: dict[str, Any] = {}
+    for (recipe, way), curve in zip(orders, found, strict=True):
+        results.setdefault(recipe, {"losses": {}})["losses"][way] = curve
+    for recipe, row in results.items():
+        row |= compare(row["losses"])
+        ends = ", ".join(f"{way} {value:.4f}" for way, value in row["last"].items())
+        gaps = f"fast from plain {row['fast_from_plain']:.4f}, spread {row['spread']:.4f}"
+        print(f"{recipe:20} last losses: {ends}; widest gaps: {gaps}, fp8 from fast {row.get('fp8_from_fast', 0):.4f}")
+    result = {"steps": asked.steps, "depth": DEPTH, "width": WIDTH, "context": CONTEXT, "recipes": results}
+    result |= machine_facts(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if asked.plot:
+        draw(results, asked.plot)
+    if asked.out:
+        files.write_text(asked.out, json.dumps(result))
+    for row in results.values():
+        del row["losses"]
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

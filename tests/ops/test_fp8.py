@@ -1,0 +1,101 @@
+"""Products in 8 bits: how far they are from plain ones, and what stays plain."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from maglev.errors import RequestError
+from maglev.model.layers import Linear
+from maglev.ops import fp8
+from maglev.recipes import run_config
+from maglev.train import setup
+from tests.helpers import batch_of, gradients
+
+SHAPE = {"model.context": 64, "model.window": 16, "model.vocab_size": 64, "model.width": 64, "model.heads": 2}
+CPU = torch.device("cpu")
+
+
+def draw(rows: int, inputs: int, outputs: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, pull = (
+        torch.randn(*shape, generator=generator) for shape in ((2, rows, inputs), (outputs, inputs), (2, rows, outputs))
+    )
+    return (scale * x).requires_grad_(), weight.requires_grad_(), pull
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_products_and_gradients_within_the_rounding_of_eight_bits(scale: float) -> None:
+    """e4m3 has 3 bits of mantissa, e5m2 has 2: relative errors of 2^-4 and 2^-3 at most in a number, less in a sum."""
+    x, weight, pull = draw(24, 32, 48, scale)
+    got, wanted = fp8.linear(x, weight), F.linear(x, weight)
+    assert 1e-3 < (got - wanted).norm() / wanted.norm() < 0.05
+    mine, theirs = (torch.autograd.grad(out, (x, weight), pull) for out in (got, wanted))
+    assert 1e-3 < (mine[0] - theirs[0]).norm() / theirs[0].norm() < 0.1
+    torch.testing.assert_close(mine[1], theirs[1])
+
+
+def test_the_largest_numbers_neither_overflow_nor_vanish() -> None:
+    x, weight, _ = draw(16, 16, 16)
+    x = x.detach()
+    x[0, 0, 0] = 448.0 * 3
+    assert fp8.linear(x, weight).isfinite().all()
+    narrow, scale = fp8.quantized(x, fp8.FORWARD)
+    assert narrow.float().abs().max() == torch.finfo(fp8.FORWARD).max
+    assert scale * narrow[0, 0, 0].float() == pytest.approx(448.0 * 3)
+    assert (fp8.linear(torch.zeros_like(x), weight) == 0).all()
+
+
+def test_what_is_not_a_number_shows() -> None:
+    x, weight, _ = draw(16, 16, 16)
+    x = x.detach()
+    x[0, 0, 0] = float("nan")
+    assert fp8.linear(x, weight).isnan().any()
+
+
+def test_odd_matrices_are_multiplied_plainly() -> None:
+    x, weight, _ = draw(5, 32, 6)
+    assert torch.equal(fp8.linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("recipe", ["swa-ssss", "lrt-ssss", "maglev-shared-0.1", "maglev-separate-1"])
+@pytest.mark.parametrize("compile", ["off", "on"])
+def test_blocks_take_it_and_follow_plain_ones(recipe: str, compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compile == "on":
+        torch._dynamo.reset()
+        monkeypatch.setattr(torch, "compile", lambda f, **named: _compile(f, backend="aot_eager", **named))
+    tokens, targets = batch_of(2, 64, vocab=64)
+    found = {}
+    for products in ("plain", "fp8"):
+        settings = SHAPE | {"train.products": products, "train.compile": compile if products == "fp8" else "off"}
+        objective = setup.build_for_training(run_config(recipe, 2, settings), CPU)
+        with torch.no_grad():
+            for name, parameter in objective.named_parameters():
+                if name.endswith(("output_proj.weight", "down_proj.weight")):
+                    parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        narrow = [name for name, part in objective.named_modules() if getattr(part, "product", None) is fp8.linear]
+        assert bool(narrow) == (products == "fp8") and all("blocks" in name for name in narrow)
+        loss = objective(tokens, targets).total
+        with torch._functorch.config.patch(donated_buffer=False):
+            found[products] = loss.item(), gradients(loss, objective)
+    plain, narrowed = found["plain"], found["fp8"]
+    assert plain[0] != narrowed[0] and narrowed[0] == pytest.approx(plain[0], rel=0.02)
+    for name, wanted in plain[1].items():
+        if wanted.norm() > 1e-4:
+            assert torch.cosine_similarity(narrowed[1][name].flatten(), wanted.flatten(), dim=0) > 0.8, name
+
+
+_compile = torch.compile
+
+
+def test_a_gpu_without_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "serves", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "An Old GPU")
+    config = run_config("swa-ssss", 2, SHAPE | {"train.products": "fp8"})
+    with pytest.raises(RequestError, match="An Old GPU has no fp8; set train\\.products to plain"):
+        setup.build_for_training(config, CPU)
+
+
+def test_every_matrix_of_a_block_is_one_that_can() -> None:
+    config = run_config("maglev-shared-0.1", 4).model
+    assert config.width % fp8.ALIGNED == 0 and Linear(16, 16).product is F.linear
