@@ -6,8 +6,10 @@ A request enters at the next step, prompts take turns chunk by chunk, and who le
 import logging
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 import torch
 
@@ -44,7 +46,8 @@ class Engine:
         self.thread = threading.Thread(target=self.run, name="maglev-engine", daemon=True)
         self.ready = threading.Event()
         self.failure: BaseException | None = None
-        # of the engine's thread alone
+        # of the engine's thread alone; `live` are the jobs whose last event is not sent
+        self.live: set[Job] = set()
         self.waiting: deque[Job] = deque()
         self.reading: deque[Job] = deque()
         self.placing: deque[Job] = deque()
@@ -118,9 +121,13 @@ class Engine:
         with self.changed:
             while not (self.closing or self.submitted or self.at_work):
                 self.changed.wait()
-            self.waiting += self.submitted
-            self.submitted.clear()
+            self.take_submitted()
             return not self.closing
+
+    def take_submitted(self) -> None:
+        self.live.update(self.submitted)
+        self.waiting += self.submitted
+        self.submitted.clear()
 
     @property
     def at_work(self) -> bool:
@@ -168,14 +175,14 @@ class Engine:
                 if not job.cancelled:
                     self.send(job, too_late())
                     job.cancelled = True
-        for job in {job for job, _ in self.slots.writing() if job.cancelled}:
+        for job in [job for job in self.live if job.cancelled]:
             self.slots.drop(job)
+            self.live.remove(job)
 
     def begin_reading(self) -> None:
         """As many prompts as slots will be free for."""
         while self.waiting and len(self.reading) + len(self.placing) < self.slots.free:
-            # it is in one of the queues at every moment, so that it is answered whatever fails
-            job = self.waiting[0]
+            job = self.waiting.popleft()
             job.waiting.extend(job.rows)
             job.began = time.monotonic()
             if job.start is not None:
@@ -186,18 +193,17 @@ class Engine:
                 self.metrics.cached_tokens.inc(job.cached)
             if job.state is None:
                 job.state = State(self.lm.decoder.initial_state(1), self.lm.fingerprint)
-            self.reading.append(self.waiting.popleft())
+            self.reading.append(job)
 
     def read_chunk(self) -> None:
         """The next chunk of the prompt whose turn it is."""
-        job = self.reading[0]
+        job = self.reading.popleft()
         assert job.state is not None
-        boundary = next((each for each in job.boundaries if each.end > job.read), None)
-        if boundary is not None:
-            self.read_tokens(job, job.state, boundary.end)
+        if job.read < len(job.tokens):
+            end, key = job.boundaries[bisect_right(job.boundaries, job.read, key=attrgetter("end"))]
+            self.read_tokens(job, job.state, end)
             if job.start is None:
-                self.prefixes.keep(boundary.key, job.state)
-        self.reading.popleft()
+                self.prefixes.keep(key, job.state)
         if job.read < len(job.tokens):
             self.reading.append(job)
             return
@@ -245,6 +251,8 @@ class Engine:
         seconds = time.monotonic() - job.began
         with self.changed:
             self.mean_seconds += FOLLOWING * (seconds - self.mean_seconds)
+        if not job.waiting and all(row.finished for row in job.rows):
+            self.live.discard(job)
 
     def leave_queue(self, rows: int) -> None:
         with self.changed:
@@ -260,16 +268,13 @@ class Engine:
 
     def fail_all(self, fault: Fault) -> None:
         with self.changed:
-            self.waiting += self.submitted
-            self.submitted.clear()
+            self.take_submitted()
             self.queued = 0
-        writing = {job for job, _ in self.slots.writing()}
-        for job in {*self.waiting, *self.reading, *self.placing, *writing}:
+        for job in self.live:
             self.send(job, fault)
-        for jobs in (self.waiting, self.reading, self.placing):
-            jobs.clear()
-        for job in writing:
             self.slots.drop(job)
+        for jobs in (self.live, self.waiting, self.reading, self.placing):
+            jobs.clear()
 
     def start_over(self) -> None:
         """What a step left half-done is thrown away, and every row with it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import uvicorn
 
-from maglev.errors import RequestError
+from maglev.errors import RequestError, WorkError
 from maglev.inference.engine import LanguageModel
 from maglev.runs import CONFIG
 from maglev.serve.app import create_app
@@ -75,9 +75,12 @@ def run_server(
         say(f"anyone who reaches {host} can use this server; --api-key-file FILE sets a key")
     port = socket.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
+    server = Announcing(config, lambda: say(f"serving {name} on http://{shown}:{port}"))
     # to be interrupted is how it ends: uvicorn hands the signal on when everything is closed
     with suppress(KeyboardInterrupt):
-        Announcing(config, lambda: say(f"serving {name} on http://{shown}:{port}")).run(sockets=[socket])
+        server.run(sockets=[socket])
+    if not server.started:
+        raise WorkError("the server could not start; what stopped it stands above")
 
 
 class Announcing(uvicorn.Server):

@@ -36,8 +36,7 @@ class ByHand(Engine):
 
     def turn(self, count: int = 1) -> None:
         for _ in range(count):
-            self.waiting += self.submitted
-            self.submitted.clear()
+            self.take_submitted()
             self.advance()
             self.flush()
 
@@ -158,7 +157,7 @@ def test_who_leaves_is_gone_at_the_next_step(engine: ByHand, lm: LanguageModel) 
     engine.step_seconds = 0.0
     engine.cancel(jobs)
     engine.turn()
-    assert engine.queued == 0 and not engine.at_work and engine.slots.busy == 0
+    assert engine.queued == 0 and not engine.at_work and engine.slots.busy == 0 and not engine.live
     seen = len(engine.log)
     engine.turn()
     assert len(engine.log) == seen
@@ -205,6 +204,29 @@ def test_a_step_that_fails_fails_its_requests_and_no_others(
     assert isinstance(fault, Fault) and fault.status == 500 and "fire" not in fault.message
     assert "on fire" in caplog.text
     assert finished(engine, log, job(lm, max_tokens=4)).tokens == 4
+
+
+def test_texts_that_ended_in_a_step_that_failed_are_answered_too(
+    lm: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maglev.serve.slots.alike", lambda lm, count: False)
+    engine = ByHand(lm)
+    short, long = job(lm, max_tokens=1), job(lm, max_tokens=50)
+    engine.submit([short, long])
+    engine.step_seconds = 60.0
+
+    def fail() -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(engine.slots.groups[1], "step", fail)
+    with pytest.raises(RuntimeError):
+        engine.turn()
+    assert short.rows[0].finished and not any(isinstance(event, Piece) for event in engine.events(short))
+    engine.start_over()
+    for each in (short, long):
+        fault = engine.events(each)[-1]
+        assert isinstance(fault, Fault) and fault.status == 500
+    assert not engine.live and not engine.at_work
 
 
 def finished(engine: Engine, log: Outbox, wanted: Job) -> Piece:
