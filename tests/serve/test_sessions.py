@@ -129,6 +129,31 @@ def test_a_damaged_one_is_told_without_its_path(sessions: Sessions, lm: Language
     assert caught.value.status == 409 and str(sessions.folder) not in caught.value.message
 
 
+@pytest.mark.parametrize("content", ["pickle", "oversized header", "cut short", "wrong shapes", "empty"])
+def test_a_file_that_is_no_state_is_refused(content: str, sessions: Sessions, lm: LanguageModel) -> None:
+    """Whoever put it there."""
+    state = lm.read("x")
+    sessions.save("a", state)
+    path = sessions.path("a")
+    whole = path.read_bytes()
+    if content == "wrong shapes":
+        state.inner.memory = state.inner.memory[:, :-1]
+        sessions.save("a", state)
+    else:
+        path.write_bytes(
+            {
+                "pickle": b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.",
+                "oversized header": (1 << 60).to_bytes(8, "little") + whole[8:],
+                "cut short": whole[:-5],
+                "empty": b"",
+            }[content]
+        )
+    with pytest.raises(Fault) as caught:
+        sessions.load("a")
+    assert caught.value.status == 409 and caught.value.code == "session_unusable"
+    assert not Path("pwned").exists()
+
+
 def test_another_models_is_refused(sessions: Sessions, trained: Train, lm: LanguageModel) -> None:
     import maglev
 
@@ -289,7 +314,7 @@ def kill_while_saving(processes: Processes, run: Path, folder: Path, lm: Languag
         for name in there:
             assert sessions.load(name).position - 1 in known[name]
             checked += 1
-    return {"kills": kills, "states_checked": checked, "rounds_with_acknowledged_saves": saves}
+    return {"kills": kills, "states_checked": checked, "acknowledged": saves}
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.soak)])
