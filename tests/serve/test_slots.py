@@ -1,8 +1,11 @@
 """A text does not depend on its slot, nor on who writes beside it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import maglev
 from maglev.inference.engine import LanguageModel
 from maglev.inference.stepper import EagerStepper
 from maglev.serve import slots as slots_module
@@ -37,6 +40,15 @@ def scores_of(slots: Slots, found: Job) -> list[float]:
 
 
 def test_a_text_is_the_same_in_every_slot(lm: LanguageModel) -> None:
+    check_every_slot(lm)
+
+
+@pytest.mark.gpu
+def test_a_text_is_the_same_in_every_slot_of_a_gpu(run: Path) -> None:
+    check_every_slot(maglev.load(run, device="cuda"))
+
+
+def check_every_slot(lm: LanguageModel) -> None:
     slots = Slots(lm, 5)
     found = []
     for _ in range(len(slots)):
