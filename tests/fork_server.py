@@ -19,7 +19,14 @@ import torch
 
 from maglev.__main__ import main
 
-VERBS = ("maglev.cli.app", "maglev.train.launch", "maglev.evaluate.bpb", "maglev.evaluate.runs", "maglev.inference")
+VERBS = (
+    "maglev.cli.app",
+    "maglev.train.launch",
+    "maglev.evaluate.bpb",
+    "maglev.evaluate.runs",
+    "maglev.inference",
+    "maglev.serve.run",
+)
 
 
 def become(request: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ ALLOWED = {
     "model": {"ops", "config", "errors"},
     "objectives": {"model", "ops"} | BASE,
     "inference": {"model", "ops", "data", "checkpoint"} | BASE,
+    "serve": {"inference", "model", "ops", "data"} | BASE,
     "bench": {"train", "objectives", "inference", "model", "ops", "data", "plots"} | BASE,
     "evaluate": {"objectives", "inference", "model", "ops", "data", "checkpoint", "plots"} | BASE,
     "train": {"evaluate", "objectives", "model", "ops", "data", "checkpoint"} | BASE,

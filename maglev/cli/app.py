@@ -7,7 +7,21 @@ import typer
 from typer.core import TyperGroup
 
 from maglev import __version__
-from maglev.cli import bench, bench_train, data, demo, evaluate, export, generate, info, recall, table, tasks, train
+from maglev.cli import (
+    bench,
+    bench_train,
+    data,
+    demo,
+    evaluate,
+    export,
+    generate,
+    info,
+    recall,
+    serve,
+    table,
+    tasks,
+    train,
+)
 from maglev.errors import RequestError
 
 
@@ -79,6 +93,7 @@ eval_group.command("recall")(recall.recall)
 app.command("table")(table.table)
 app.command("generate")(generate.generate)
 app.command("export")(export.export)
+app.command("serve")(serve.serve)
 app.command("demo")(demo.demo)
 bench_group.command("read")(bench.read)
 bench_group.command("decode")(bench.decode)

@@ -1,7 +1,7 @@
 """Write several texts at once: one step for all rows, draws of each row's own."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ from maglev.errors import RequestError
 from maglev.inference.checks import check_max_tokens, check_text, items_of
 from maglev.inference.engine import RECENT_TOKENS, LanguageModel, seeded
 from maglev.inference.fast_step import BUCKETS
-from maglev.inference.sampling import Sampling, next_token
+from maglev.inference.sampling import Draw, Sampling, next_tokens
 from maglev.inference.state import State
 from maglev.inference.streaming import Stop, TextStream, stop_strings
 from maglev.model.state import DecoderState
@@ -24,14 +24,22 @@ class Row:
     generator: torch.Generator
     stream: TextStream
     recent: deque[int]
+    sampling: Sampling
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: str = ""
 
-    def take(self, token: int, logprob: float, piece: bytes) -> None:
+    @property
+    def scored(self) -> bool:
+        """Whether `take` needs the logits."""
+        return True
+
+    def take(self, token: int, logits: Tensor | None, piece: bytes) -> None:
+        """The token that was drawn from logits (V,), and its bytes."""
+        assert logits is not None
         self.tokens.append(token)
-        self.logprobs.append(logprob)
+        self.logprobs.append(float(logits.double().log_softmax(-1)[token]))
         self.recent.append(token)
         self.text += self.stream.feed(piece)
         if self.stream.stopped:
@@ -87,6 +95,7 @@ def generate_batch(
             seeded(seed),
             TextStream(stops),
             deque(lm.tokenizer.encode(prompt), maxlen=RECENT_TOKENS),
+            sampling,
         )
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
@@ -94,7 +103,7 @@ def generate_batch(
     for first in range(0, len(rows), max(BUCKETS)):
         group = slice(first, first + max(BUCKETS))
         inner = DecoderState.join([lm.read(*begin).inner for begin in zip(prompts[group], begins[group], strict=True)])
-        ends = write_rows(lm, rows[group], inner, max_tokens, sampling)
+        ends = write_rows(lm, rows[group], inner, max_tokens)
         found += [finish(lm, row, end) for row, end in zip(rows[group], ends, strict=True)]
     return found
 
@@ -109,16 +118,14 @@ def beginnings(lm: LanguageModel, states: Iterable[State] | None, count: int) ->
     return list(found)
 
 
-def write_rows(
-    lm: LanguageModel, rows: list[Row], inner: DecoderState, max_tokens: int, sampling: Sampling
-) -> list[DecoderState]:
+def write_rows(lm: LanguageModel, rows: list[Row], inner: DecoderState, max_tokens: int) -> list[DecoderState]:
     """All rows to their end. -> the state of each after its last token"""
     ends: list[DecoderState | None] = [None] * len(rows)
     with lm.steppers.lend(len(rows)) as stepper:
         stepper.begin(inner)
         logits = stepper.logits()
         for _ in range(max_tokens):
-            step = draw(lm, rows, logits, sampling)
+            step = draw(lm, rows, logits)
             for index, row in enumerate(rows):
                 # the end of a document is drawn and not read
                 if row.finished == "end" and ends[index] is None:
@@ -132,20 +139,24 @@ def write_rows(
         return [stepper.row(index) if end is None else end for index, end in enumerate(ends)]
 
 
-def draw(lm: LanguageModel, rows: list[Row], logits: Tensor, sampling: Sampling) -> list[int]:
+def draw(lm: LanguageModel, rows: Sequence[Row | None], logits: Tensor) -> list[int]:
     """One token for every row that still writes; the others are stepped along on BOS and stay unheard."""
     bos = lm.tokenizer.bos_id
-    step = [bos] * len(rows)
-    writing = [index for index, row in enumerate(rows) if not row.finished]
-    for index, own in zip(writing, logits[writing].cpu(), strict=True):
-        row = rows[index]
-        step[index] = token = next_token(own, sampling, row.generator, row.recent)
-        if token == bos:
+    writing = {index: row for index, row in enumerate(rows) if row is not None and not row.finished}
+    # all rows, so that a batch is drawn from in one shape to its end
+    draws = [
+        Draw(writing[index].sampling, writing[index].generator, writing[index].recent) if index in writing else None
+        for index in range(len(rows))
+    ]
+    drawn = next_tokens(logits, draws)
+    scored = [index for index, row in writing.items() if row.scored]
+    own = dict(zip(scored, logits[scored].cpu(), strict=True)) if scored else {}
+    for index, row in writing.items():
+        if drawn[index] == bos:
             row.finished = "end"
         else:
-            logprob = float(own.double().log_softmax(-1)[token])
-            row.take(token, logprob, lm.tokenizer.token_bytes[token])
-    return step
+            row.take(drawn[index], own.get(index), lm.tokenizer.token_bytes[drawn[index]])
+    return [drawn[index] if index in writing else bos for index in range(len(rows))]
 
 
 def finish(lm: LanguageModel, row: Row, end: DecoderState) -> Completion:

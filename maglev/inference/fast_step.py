@@ -252,9 +252,24 @@ class GraphStepper:
         """A copy of where the rows are now."""
         return first_rows(self.buffers, self.rows).clone()
 
+    def memory(self) -> Tensor:
+        """(B, D), of the last tokens read; a copy."""
+        return self.buffers.memory[: self.rows].clone()
+
     def row(self, index: int) -> DecoderState:
         """A copy of one of them, as a batch of one."""
         return self.buffers.row(index)
+
+    @torch.inference_mode()
+    def put(self, index: int, state: DecoderState) -> None:
+        """One row begins anew; the others go on. In place, since the graphs are on these buffers."""
+        assert 0 <= index < self.rows and state.batch_size == 1
+        with self.decoder.lock:
+            for target, source in zip(self.buffers.caches, state.caches, strict=True):
+                target.key[index].copy_(source.key[0])
+                target.value[index].copy_(source.value[0])
+            self.buffers.memory[index].copy_(state.memory[0])
+            self.buffers.position[index].copy_(state.position[0])
 
     def end(self) -> None:
         """The buffers stay, since the graphs are on them."""

@@ -1,7 +1,8 @@
 """From logits to the next token. Each sequence draws from its own generator, so neighbours do not matter."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,22 +50,75 @@ def penalise(logits: Tensor, recent: Iterable[int], penalty: float) -> Tensor:
     return logits.index_copy(0, seen, torch.where(picked > 0, picked / penalty, picked * penalty))
 
 
+class Draw(NamedTuple):
+    """How one row chooses, what it draws from, and the tokens that came lately."""
+
+    sampling: Sampling
+    generator: torch.Generator
+    recent: Iterable[int] = ()
+
+
 def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator, recent: Iterable[int] = ()) -> int:
     """Draw one token. logits (V,) float32 or better."""
-    logits = penalise(logits, recent, sampling.repetition_penalty)
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    scores = logits.cpu().double()
+    return next_tokens(logits[None], [Draw(sampling, generator, recent)])[0]
+
+
+def next_tokens(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
+    """Draw one token per row, for all rows at once and where the logits are; None is a row that nobody hears.
+
+    logits (B, V) float32 or better. What a row draws does not depend on the others.
+    """
+    greedy = Sampling(temperature=0)
+    samplings = [greedy if draw is None else draw.sampling for draw in draws]
+    logits = penalise_rows(logits, draws)
+    likeliest = logits.argmax(-1).tolist()
+    if not any(sampling.temperature for sampling in samplings):
+        return likeliest
+
+    def column(values: Iterable[float], dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype).to(logits.device)[:, None]  # (B, 1)
+
+    scores = logits.double()
     # the largest is 0, so that the tiniest temperature makes no infinity that a softmax cannot take
-    scores = (scores - scores.max()) / sampling.temperature
-    order = scores.argsort(descending=True, stable=True)
-    weights = scores[order].softmax(-1)
-    if sampling.top_k:
-        weights[sampling.top_k :] = 0
-    weights = torch.where(weights >= sampling.min_p * weights[0], weights, 0)
+    scores = (scores - scores.amax(-1, keepdim=True)) / column(each.temperature or 1.0 for each in samplings)
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    weights = limit(
+        scores.gather(-1, order).softmax(-1),
+        top_k=column((min(each.top_k, logits.shape[-1]) or logits.shape[-1] for each in samplings), torch.int64),
+        top_p=column(each.top_p for each in samplings),
+        min_p=column(each.min_p for each in samplings),
+    )
+    point = column(uniform(draw) for draw in draws) * weights.sum(-1, keepdim=True)
+    picked = torch.searchsorted(weights.cumsum(-1), point, right=True)
+    picked = picked.minimum(weights.count_nonzero(-1)[:, None] - 1)
+    drawn = order.gather(-1, picked)[:, 0].tolist()
+    return [drawn[row] if each.temperature else likeliest[row] for row, each in enumerate(samplings)]
+
+
+def penalise_rows(logits: Tensor, draws: Sequence[Draw | None]) -> Tensor:
+    penalised = [row for row, draw in enumerate(draws) if draw is not None and draw.sampling.repetition_penalty != 1]
+    if not penalised:
+        return logits
+    logits = logits.clone()
+    for row in penalised:
+        draw = draws[row]
+        assert draw is not None
+        logits[row] = penalise(logits[row], draw.recent, draw.sampling.repetition_penalty)
+    return logits
+
+
+def limit(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Weights (B, V), the largest first, with 0 for tokens that shall not be drawn. Limits (B, 1)."""
+    rank = torch.arange(weights.shape[-1], device=weights.device)
+    weights = torch.where(rank < top_k, weights, 0)
+    weights = torch.where(weights >= min_p * weights[:, :1], weights, 0)
     # the smallest set whose weight reaches top_p: a token stays while what stands before it is less
     before = weights.cumsum(-1) - weights
-    weights = torch.where(before < sampling.top_p * weights.sum(), weights, 0)
-    draw = torch.rand((), dtype=torch.float64, generator=generator) * weights.sum()
-    picked = int(torch.searchsorted(weights.cumsum(-1), draw, right=True))
-    return int(order[min(picked, int(weights.count_nonzero()) - 1)])
+    return torch.where(before < top_p * weights.sum(-1, keepdim=True), weights, 0)
+
+
+def uniform(draw: Draw | None) -> float:
+    """From 0 to 1, of the row's own generator; one that takes the likeliest draws nothing."""
+    if draw is None or not draw.sampling.temperature:
+        return 0.0
+    return float(torch.rand((), dtype=torch.float64, generator=draw.generator))

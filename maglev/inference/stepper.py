@@ -31,7 +31,13 @@ class Stepper(Protocol):
     def step(self, tokens: Tensor) -> Tensor:
         """tokens (B,) from anywhere -> the logits after them, valid until the next step."""
 
+    def memory(self) -> Tensor:
+        """Of the last tokens read, (B, D); a copy."""
+
     def row(self, index: int) -> DecoderState: ...
+
+    def put(self, index: int, state: DecoderState) -> None:
+        """One row of its own begins anew from a state of one row; the others go on."""
 
     def state(self) -> DecoderState: ...
 
@@ -62,8 +68,15 @@ class EagerStepper:
     def step(self, tokens: Tensor) -> Tensor:
         return self.steps.readout(self.steps.step_(tokens.to(self.steps.device), self.running))
 
+    def memory(self) -> Tensor:
+        return self.running.memory.clone()
+
     def row(self, index: int) -> DecoderState:
         return self.running.row(index)
+
+    @torch.inference_mode()
+    def put(self, index: int, state: DecoderState) -> None:
+        self.running.put_rows_(torch.tensor([index], device=self.steps.device), state)
 
     def state(self) -> DecoderState:
         return self.running.clone()

@@ -12,6 +12,7 @@ from maglev.inference.batch import generate_batch
 from maglev.inference.engine import LanguageModel
 from maglev.inference.fast_step import GraphStepper
 from maglev.inference.sampling import Sampling
+from maglev.model.state import DecoderState
 from maglev.ops.matrix import WeightFormat
 from tests.helpers import small
 
@@ -116,3 +117,17 @@ def test_release_frees_graphs_and_buffers() -> None:
     lm.release()
     gc.collect()
     assert lm.steppers.idle == [] and torch.cuda.memory_allocated() < held
+
+
+def test_a_row_that_begins_anew_is_the_one_it_would_be_alone() -> None:
+    lm = model("cuda")
+    first, second, third = (lm.read(prompt) for prompt in PROMPTS)
+    with lm.steppers.lend(2) as stepper:
+        stepper.begin(DecoderState.join([first.inner, second.inner]))
+        stepper.step(torch.tensor([1, 2]))
+        stepper.put(0, third.inner)
+        logits = stepper.step(torch.tensor([3, 4]))
+    lm.step_through([3], third)
+    lm.step_through([2, 4], second)
+    torch.testing.assert_close(logits[0], lm.next_logits(third))
+    torch.testing.assert_close(logits[1], lm.next_logits(second))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maglev.errors import RequestError
-from maglev.inference.sampling import Sampling, next_token, penalise
+from maglev.inference.sampling import Draw, Sampling, next_token, next_tokens, penalise
 from maglev.inference.streaming import TextStream
 
 LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
@@ -25,6 +25,28 @@ def test_temperature_zero_takes_the_likeliest() -> None:
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-12])
 def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
     assert set(drawn(Sampling(temperature=temperature), 20)) == {1}
+
+
+def test_rows_draw_together_what_each_draws_alone() -> None:
+    """Whatever their samplings are, and whoever draws beside them."""
+    samplings = [
+        Sampling(),
+        Sampling(temperature=0),
+        Sampling(0.5, top_k=3),
+        Sampling(1.5, top_p=0.7),
+        Sampling(min_p=0.1),
+    ]
+    samplings += [Sampling(repetition_penalty=3.0), Sampling(temperature=0, repetition_penalty=50.0)]
+    logits = torch.randn(200, len(samplings) + 1, 61, generator=torch.Generator().manual_seed(1))
+
+    def draws() -> list[Draw]:
+        return [Draw(each, torch.Generator().manual_seed(row), [row, 7]) for row, each in enumerate(samplings)]
+
+    together, alone = draws(), draws()
+    for step in logits:
+        found = next_tokens(step, [*together, None])
+        assert found[:-1] == [next_token(own, *draw) for own, draw in zip(step, alone)]
+        assert found[-1] == int(step[-1].argmax())
 
 
 def test_the_widest_limits_change_nothing() -> None:

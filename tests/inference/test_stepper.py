@@ -11,7 +11,7 @@ from maglev.inference import batch
 from maglev.inference.batch import generate_batch
 from maglev.inference.engine import LanguageModel, seeded
 from maglev.inference.fast_step import FastDecoder
-from maglev.inference.sampling import Sampling, next_token
+from maglev.inference.sampling import Sampling, next_token, next_tokens
 from maglev.inference.state import State
 from maglev.inference.stepper import KEPT, KEPT_BYTES, EagerStepper, Steppers
 from maglev.model.decoder import Decoder
@@ -169,15 +169,15 @@ def test_ragged_rows_end_where_each_would_alone(lm: LanguageModel, monkeypatch: 
     """One row ends its document, one meets a stop string, one writes to the limit; their states are their own."""
     drawn: Counter[int] = Counter()
 
-    def draw(logits, sampling, generator, recent=()):  # type: ignore[no-untyped-def]
-        seed = generator.initial_seed()
-        drawn[seed] += 1
-        token = next_token(logits, sampling, generator, recent)
-        return lm.tokenizer.bos_id if seed == 1 and drawn[seed] == 5 else token
+    def draw(logits, draws):  # type: ignore[no-untyped-def]
+        tokens = next_tokens(logits, draws)
+        drawn.update(draw.generator.initial_seed() for draw in draws if draw is not None)
+        ends = [draw is not None and draw.generator.initial_seed() == 1 and drawn[1] == 5 for draw in draws]
+        return [lm.tokenizer.bos_id if end else token for end, token in zip(ends, tokens)]
 
     prompts, seeds = ["a", TEXT, "the window"], [1, 2, 3]
     stop = "".join(lm.generate(TEXT, max_tokens=12, seed=2))[4:7]
-    monkeypatch.setattr(batch, "next_token", draw)
+    monkeypatch.setattr(batch, "next_tokens", draw)
     found = generate_batch(lm, prompts, max_tokens=12, seeds=seeds, stop=stop)
     assert [row.finished for row in found] == ["end", "stop", "length"] and len(found[0].tokens) == 4
     for prompt, row in zip(prompts, found, strict=True):
@@ -195,3 +195,20 @@ def test_more_rows_than_a_bucket_are_written_in_groups(lm: LanguageModel, monkey
     monkeypatch.setattr(batch, "BUCKETS", (1, 2))
     assert [row.tokens for row in generate_batch(lm, prompts, max_tokens=8)] == [row.tokens for row in together]
     assert [row.state.position for row in together] == [1 + len(lm.tokenizer.encode(p)) + 8 for p in prompts]
+
+
+def test_a_row_that_begins_anew_leaves_the_others(lm: LanguageModel) -> None:
+    states = [lm.read(prompt) for prompt in ("a", TEXT, "b")]
+    with lm.steppers.lend(2) as stepper:
+        stepper.begin(DecoderState.join([states[0].inner, states[1].inner]))
+        stepper.step(torch.tensor([1, 2]))
+        before = stepper.row(1)
+        stepper.put(0, states[2].inner)
+        torch.testing.assert_close(stepper.row(0).memory, states[2].memory)
+        assert torch.equal(stepper.row(1).memory, before.memory)
+        torch.testing.assert_close(stepper.logits()[0], lm.next_logits(states[2]))
+        logits = stepper.step(torch.tensor([3, 4]))
+    lm.step_through([3], states[2])
+    lm.step_through([2, 4], states[1])
+    torch.testing.assert_close(logits[0], lm.next_logits(states[2]))
+    torch.testing.assert_close(logits[1], lm.next_logits(states[1]))
