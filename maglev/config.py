@@ -10,6 +10,9 @@ from maglev.errors import RequestError
 
 FULL, SLIDING = "L", "S"
 Memory = Literal["none", "kv"]
+Injection = Literal["shared_kv", "layer_kv", "residual", "cross_attention", "tokens"]
+# what `cross_attention` makes of a memory, and what its queries look at
+MEMORY_SLOTS = 4
 
 
 def require(condition: bool, message: str) -> None:
@@ -44,7 +47,8 @@ LARGEST_COUNT = 10**12
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The deployed network. `memory` says how a decoder takes its own last state: not at all, or in K/V."""
+    """The deployed network. `memory` says whether a decoder takes its own last state, `injection` where it enters: in
+    the paper's way or in one of those that the paper leaves open (`model/memory.py`)."""
 
     depth: int
     width: int
@@ -57,6 +61,7 @@ class ModelConfig:
     memory: Memory
     rope_base: float = 10_000.0
     logit_softcap: float = 15.0
+    injection: Injection = "shared_kv"
 
     def __post_init__(self) -> None:
         for name, most in MODEL_LIMITS.items():
@@ -78,7 +83,22 @@ class ModelConfig:
         )
         require(self.rope_base > 1, f"model.rope_base is {self.rope_base}; it must be above 1")
         require(self.logit_softcap > 0, f"model.logit_softcap is {self.logit_softcap}; it must be above 0")
+        require(
+            self.memory != "none" or self.injection == "shared_kv",
+            f"model.injection is {self.injection!r} and this decoder has no memory; leave it away, "
+            f"or take a recipe with memory",
+        )
         tile_windows(self.window_pattern, self.depth, self.window, self.context)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the fused kernels of training and decoding compute this network; every other takes plain PyTorch."""
+        return self.memory == "none" or self.injection == "shared_kv"
+
+    @property
+    def entries(self) -> int:
+        """Keys and values that a position leaves in a layer: its own, mixed with its memory's or followed by them."""
+        return 2 if self.injection == "tokens" else 1
 
     @property
     def head_dim(self) -> int:
@@ -172,6 +192,7 @@ def prefiller_config(model: ModelConfig, objective: SeparateMaglevConfig) -> Mod
         kv_heads=head_count(width) if own else model.kv_heads,
         window_pattern=objective.prefiller_pattern,
         memory="none",
+        injection="shared_kv",
     )
 
 

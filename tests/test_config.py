@@ -73,6 +73,8 @@ BAD_SETTINGS = [
     ("swa-ssss", "model.memory", "kv"),
     ("swa-ssss", "model.memory", "tokens"),
     ("maglev-shared-0.1", "model.memory", "none"),
+    ("maglev-shared-0.1", "model.injection", "none"),
+    ("swa-ssss", "model.injection", "residual"),
     ("lrt-ssss", "model.memory", "none"),
     ("swa-ssss", "model.rope_base", "1"),
     ("swa-ssss", "model.rope_base", "0"),

@@ -3,6 +3,7 @@
 from typing import Any
 
 from maglev.config import (
+    MEMORY_SLOTS,
     LRTConfig,
     ModelConfig,
     NextTokenConfig,
@@ -29,11 +30,21 @@ def plain_parameters(config: ModelConfig) -> int:
 
 
 def gate_parameters(config: ModelConfig) -> int:
-    return 2 * config.depth * config.kv_heads * config.width if config.memory == "kv" else 0
+    gates = {"shared_kv": 2 * config.kv_heads, "layer_kv": 2 * config.kv_heads, "residual": config.heads}
+    return config.depth * gates.get(config.injection, 0) * config.width if config.memory == "kv" else 0
 
 
 def memory_parameters(config: ModelConfig) -> int:
-    return 2 * config.width * config.kv_heads * config.head_dim if config.memory == "kv" else 0
+    """Matrices that memory brings beside its gates, shared or of every layer."""
+    pair = 2 * config.width * config.kv_heads * config.head_dim
+    matrices = {
+        "shared_kv": pair,
+        "layer_kv": config.depth * pair,
+        "residual": config.width**2,
+        "cross_attention": MEMORY_SLOTS * pair + config.depth * 2 * config.width**2,
+        "tokens": pair,
+    }
+    return matrices[config.injection] if config.memory == "kv" else 0
 
 
 def prefiller_parameters(config: RunConfig) -> int:
@@ -56,15 +67,19 @@ def attended_keys(windows: tuple[int, ...], context: int) -> float:
     return total
 
 
+def memory_slots(config: ModelConfig) -> int:
+    """Keys that a position sees beside those of its windows, summed over layers."""
+    return config.depth * MEMORY_SLOTS if config.injection == "cross_attention" else 0
+
+
 def stack_flops(config: ModelConfig, windows: tuple[int, ...]) -> float:
-    """Forward FLOPs per token of a stack: 2 per matrix weight, 4 x width per attended key."""
+    """Forward FLOPs per token of a stack without memory: 2 per matrix weight, 4 x width per attended key."""
     return 2 * block_matrices(config) + 4 * config.width * attended_keys(windows, config.context)
 
 
 def decoder_flops(config: ModelConfig) -> float:
     """Forward FLOPs per token of P, readout included; 0 for lookups, norms and elementwise work."""
-    extra = gate_parameters(config) + memory_parameters(config)
-    return stack_flops(config, config.windows) + 2 * (extra + config.vocab_size * config.width)
+    return pass_flops(config, 0, config.context) / config.context + 2 * config.vocab_size * config.width
 
 
 def pass_flops(config: ModelConfig, first: int, count: int) -> float:
@@ -77,7 +92,7 @@ def pass_flops(config: ModelConfig, first: int, count: int) -> float:
         return position * attended_keys(config.windows, position) if position else 0.0
 
     matrices = block_matrices(config) + gate_parameters(config) + memory_parameters(config)
-    keys = keys_before(first + count) - keys_before(first)
+    keys = config.entries * (keys_before(first + count) - keys_before(first)) + memory_slots(config) * count
     return 2 * matrices * count + 4 * config.width * keys
 
 
@@ -100,7 +115,7 @@ def objective_flops(config: RunConfig) -> float:
 
 def state_nbytes(config: ModelConfig, element_size: int) -> int:
     """Bytes per sequence: K and V of every layer's window, the memory vector, the position."""
-    slots = 2 * sum(config.windows) * config.kv_heads * config.head_dim
+    slots = 2 * config.entries * sum(config.windows) * config.kv_heads * config.head_dim
     return (slots + config.width) * element_size + POSITION_BYTES
 
 
@@ -132,6 +147,7 @@ def describe(config: RunConfig) -> dict[str, Any]:
         "context": model.context,
         "windows": list(model.windows),
         "plain_reach": model.plain_reach,
+        "injection": model.injection if model.memory != "none" else "none",
         "parameters": {
             "plain": plain,
             "blocks": block_matrices(model),
