@@ -150,19 +150,66 @@ class SharedMaglevConfig:
 
 @dataclass(frozen=True)
 class SeparateMaglevConfig:
-    """Maglev whose prefiller Q has blocks of its own; depth and width of 0 mean the decoder's."""
+    """Maglev whose prefiller Q has blocks of its own; depth and width of 0 mean the decoder's.
+
+    `sharing` lists what it takes of the decoder all the same: `embedding`, `attention` or `mlp` of all its layers,
+    whole layers by number (`0`, `2-5`), or `none`.
+    """
 
     kind: Literal["maglev_separate"] = "maglev_separate"
     consistency_weight: float = 1.0
     prefiller_pattern: str = "SLSL"
     prefiller_depth: int = 0
     prefiller_width: int = 0
+    sharing: str = "embedding"
 
     def __post_init__(self) -> None:
         check_consistency_weight(self.consistency_weight)
         for name in ("prefiller_depth", "prefiller_width"):
             value = getattr(self, name)
             require(value >= 0, f"objective.{name} is {value}; it must be at least 1, or 0 for the decoder's")
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a separate Q takes of the decoder: its embedding, and attention and MLP of these layers."""
+
+    embedding: bool
+    attention: frozenset[int]
+    mlp: frozenset[int]
+
+
+def sharing_of(model: ModelConfig, objective: SeparateMaglevConfig) -> Sharing:
+    """`objective.sharing`, read and checked: layer l of Q borrows of layer l of P, which has to be as wide."""
+    own = prefiller_config(model, objective)
+    words = [word.strip() for word in objective.sharing.split(",")]
+    layers: dict[str, set[int]] = {"attention": set(), "mlp": set()}
+    for word in words:
+        first, dash, last = word.partition("-")
+        if word in layers:
+            layers[word].update(range(own.depth))
+        elif first.isdecimal() and (last.isdecimal() if dash else True) and int(last or first) < MODEL_LIMITS["depth"]:
+            for part in layers.values():
+                part.update(range(int(first), int(last or first) + 1))
+        else:
+            require(
+                word == "embedding" or words == ["none"],
+                f"objective.sharing is {objective.sharing!r}; it may list embedding, attention, mlp and layers such as "
+                f"0 or 2-5, or be none",
+            )
+    borrowed = layers["attention"] | layers["mlp"]
+    shallower = min(model.depth, own.depth)
+    require(
+        all(layer < shallower for layer in borrowed),
+        f"objective.sharing is {objective.sharing!r}, which takes in layer {max(borrowed, default=0)}; "
+        f"prefiller and decoder both have layers 0 to {shallower - 1}",
+    )
+    require(
+        not borrowed or own.width == model.width,
+        f"objective.sharing is {objective.sharing!r} and objective.prefiller_width is {own.width}; "
+        f"layers are shared at the decoder's width alone, {model.width}",
+    )
+    return Sharing("embedding" in words, frozenset(layers["attention"]), frozenset(layers["mlp"]))
 
 
 def check_consistency_weight(weight: float) -> None:
@@ -307,7 +354,7 @@ class RunConfig:
             model, key = self.model, "objective.prefiller_pattern"
             tile_windows(self.objective.prefiller_pattern, model.depth, model.window, model.context, key)
         if isinstance(self.objective, SeparateMaglevConfig):
-            prefiller_config(self.model, self.objective)
+            sharing_of(self.model, self.objective)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

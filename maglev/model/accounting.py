@@ -11,6 +11,7 @@ from maglev.config import (
     SeparateMaglevConfig,
     SharedMaglevConfig,
     prefiller_config,
+    sharing_of,
     tile_windows,
 )
 
@@ -18,10 +19,18 @@ BYTES = {"float32": 4, "bfloat16": 2}
 POSITION_BYTES = 8
 
 
+def attention_matrices(config: ModelConfig) -> int:
+    """q, k, v and output of one layer."""
+    return 2 * config.width**2 + 2 * config.width * config.kv_heads * config.head_dim
+
+
+def mlp_matrices(config: ModelConfig) -> int:
+    return 8 * config.width**2
+
+
 def block_matrices(config: ModelConfig) -> int:
-    """q, k, v, output and the two of the MLP, of all layers."""
-    attention = 2 * config.width**2 + 2 * config.width * config.kv_heads * config.head_dim
-    return config.depth * (attention + 8 * config.width**2)
+    """Those of attention and MLP, of all layers."""
+    return config.depth * (attention_matrices(config) + mlp_matrices(config))
 
 
 def plain_parameters(config: ModelConfig) -> int:
@@ -53,9 +62,19 @@ def prefiller_parameters(config: RunConfig) -> int:
         return 2 * config.model.depth
     if isinstance(config.objective, SeparateMaglevConfig):
         prefiller = prefiller_config(config.model, config.objective)
-        bridges = 2 * prefiller.width * config.model.width if prefiller.width != config.model.width else 0
-        return block_matrices(prefiller) + 2 * prefiller.depth + bridges
+        sharing = sharing_of(config.model, config.objective)
+        borrowed = len(sharing.attention) * attention_matrices(prefiller) + len(sharing.mlp) * mlp_matrices(prefiller)
+        embedding = 0 if sharing.embedding else config.model.vocab_size * prefiller.width
+        bridges = bridge_parameters(config.model, config.objective)
+        return block_matrices(prefiller) - borrowed + 2 * prefiller.depth + embedding + bridges
     return 0
+
+
+def bridge_parameters(model: ModelConfig, objective: SeparateMaglevConfig) -> int:
+    """The matrices that lead from a shared embedding into a Q of another width, and out of it."""
+    width = prefiller_config(model, objective).width
+    count = 1 + sharing_of(model, objective).embedding if width != model.width else 0
+    return count * width * model.width
 
 
 def attended_keys(windows: tuple[int, ...], context: int) -> float:
@@ -109,8 +128,7 @@ def objective_flops(config: RunConfig) -> float:
         windows = tile_windows(objective.prefiller_pattern, model.depth, model.window, model.context)
         return forward + stack_flops(model, windows)
     prefiller = prefiller_config(model, objective)
-    bridges = 4 * prefiller.width * model.width if prefiller.width != model.width else 0
-    return forward + stack_flops(prefiller, prefiller.windows) + bridges
+    return forward + stack_flops(prefiller, prefiller.windows) + 2 * bridge_parameters(model, objective)
 
 
 def state_nbytes(config: ModelConfig, element_size: int) -> int:

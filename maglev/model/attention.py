@@ -102,11 +102,17 @@ class Block(nn.Module):
         rotation: Rotation,
         memory: Features | None,
         attend: Attend,
+        attention: Attention | None = None,
+        mlp: MLP | None = None,
     ) -> Tensor:
-        """x and the embedded tokens x_0 (B, T, D); `entry` are the scales that both enter with."""
+        """x and the embedded tokens x_0 (B, T, D); `entry` are the scales that both enter with.
+
+        A prefiller that borrows this block in part brings what it has of its own.
+        """
+        attention, mlp = attention or self.attention, mlp or self.mlp
         x = entry[0] * x + entry[1] * start
         if self.stream is not None and memory is not None:
             # attention then is a plain one
             x, memory = x + self.stream(x, memory), None
-        x = x + self.attention(x, rotation, memory, attend, self.keeping)
-        return x + self.mlp(x, self.keeping)
+        x = x + attention(x, rotation, memory, attend, self.keeping)
+        return x + mlp(x, self.keeping)

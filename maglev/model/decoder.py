@@ -1,6 +1,6 @@
 """The decoder P: all positions at once on given memories, or one step at a time on its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ class Scales(nn.Module):
 
 def run_blocks(
     x: Tensor,
-    blocks: nn.ModuleList,
+    blocks: Sequence[Callable[..., Tensor]],
     scales: Scales,
     rotation: Rotation,
     memory: Sequence[Features] | None,
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
         features = None
         if self.injection is not None and previous_memory is not None:
             features = self.injection(previous_memory.to(x.dtype), angles)
-        return run_blocks(x, self.blocks, self.scales, angles, features, attends)
+        return run_blocks(x, [*self.blocks], self.scales, angles, features, attends)
 
     def initial_state(self, batch_size: int) -> DecoderState:
         return DecoderState.zeros(self.config, batch_size, self.compute_dtype, self.device)

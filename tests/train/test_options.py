@@ -1,6 +1,7 @@
 """Every option of the paper's open questions trains in the one loop and ends as a decoder that steps as it reads."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from maglev.model.memory import shift_right
 from maglev.runs import read_metrics
 from maglev.train import launch
 from tests.helpers import step_through
-from tests.small_runs import FAST, SMALL, Unwatched
+from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors
 
 TEXT = "The quick brown fox jumps over the lazy dog, and on it goes."
 
@@ -43,3 +44,25 @@ def test_injections(injection: str, data: Path, tmp_path: Path) -> None:
     validation = trained_run("maglev-shared-0.1", data, tmp_path / "run", settings)
     # how much of K/V is memory is told where it is mixed in
     assert len(validation["memory_share"]) == (2 if injection == "layer_kv" else 0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective.prefiller_pattern": "L", "objective.prefiller_depth": 3},
+        {"objective.prefiller_width": 128},
+        {"objective.sharing": "none", "objective.prefiller_width": 64, "objective.prefiller_depth": 1},
+        {"objective.sharing": "embedding,attention"},
+        {"objective.sharing": "mlp,0"},
+    ],
+    ids=str,
+)
+def test_prefillers(settings: dict[str, Any], data: Path, tmp_path: Path) -> None:
+    """Strength of Q against that of P, and what the two share; a resumed run goes on to the bit."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert "bpb_lifted" in trained_run("maglev-separate-0.1", data, whole, settings)
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "checkpoints" / "step-00000006")
+    chosen = SMALL | FAST | {"model.width": 64, "train.validate_every": 6} | settings
+    launch.train("maglev-separate-0.1", data, parts, Unwatched(), depth=2, settings=chosen, resume=True)
+    assert_same_tensors(whole, parts)
