@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from maglev.errors import RequestError
@@ -153,7 +154,8 @@ class SeparateMaglevConfig:
     """Maglev whose prefiller Q has blocks of its own; depth and width of 0 mean the decoder's.
 
     `sharing` lists what it takes of the decoder all the same: `embedding`, `attention` or `mlp` of all its layers,
-    whole layers by number (`0`, `2-5`), or `none`.
+    whole layers by number (`0`, `2-5`), or `none`. `prefiller_from` is the folder of a Hugging Face model that serves
+    as Q, frozen; depth and width are then that model's.
     """
 
     kind: Literal["maglev_separate"] = "maglev_separate"
@@ -162,9 +164,15 @@ class SeparateMaglevConfig:
     prefiller_depth: int = 0
     prefiller_width: int = 0
     sharing: str = "embedding"
+    prefiller_from: str = ""
 
     def __post_init__(self) -> None:
         check_consistency_weight(self.consistency_weight)
+        for name in ("prefiller_pattern", "sharing") if self.prefiller_from else ():
+            require(
+                getattr(self, name) == getattr(SeparateMaglevConfig, name),
+                f"objective.{name} does not go with objective.prefiller_from, which is taken as it is; leave one away",
+            )
         for name in ("prefiller_depth", "prefiller_width"):
             value = getattr(self, name)
             require(value >= 0, f"objective.{name} is {value}; it must be at least 1, or 0 for the decoder's")
@@ -177,6 +185,23 @@ class Sharing:
     embedding: bool
     attention: frozenset[int]
     mlp: frozenset[int]
+
+
+def pretrained_shape(folder: str) -> tuple[int, int]:
+    """Depth and width of a Hugging Face model, as its config.json tells them."""
+    try:
+        told = json.loads((Path(folder) / "config.json").read_bytes())
+        found = [
+            next(told[name] for name in names if name in told)
+            for names in (("num_hidden_layers", "n_layer", "num_layers"), ("hidden_size", "n_embd", "d_model"))
+        ]
+        depth, width = (parse_value("objective.prefiller_from", value, int) for value in found)
+    except (OSError, ValueError, TypeError, StopIteration) as error:
+        raise RequestError(
+            f"objective.prefiller_from is {folder!r}, where no config.json tells depth and width ({error!r}); "
+            f"give the folder of a Hugging Face language model"
+        ) from None
+    return depth, width
 
 
 def sharing_of(model: ModelConfig, objective: SeparateMaglevConfig) -> Sharing:
@@ -353,8 +378,13 @@ class RunConfig:
         if isinstance(self.objective, SharedMaglevConfig):
             model, key = self.model, "objective.prefiller_pattern"
             tile_windows(self.objective.prefiller_pattern, model.depth, model.window, model.context, key)
-        if isinstance(self.objective, SeparateMaglevConfig):
+        if isinstance(self.objective, SeparateMaglevConfig) and not self.objective.prefiller_from:
             sharing_of(self.model, self.objective)
+        elif isinstance(self.objective, SeparateMaglevConfig):
+            require(
+                not self.data.document_mask,
+                "data.document_mask does not go with objective.prefiller_from, which sees whole rows; leave one away",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -93,6 +93,7 @@ BAD_SETTINGS = [
     ("maglev-separate-1", "objective.prefiller_width", "-64"),
     ("maglev-separate-1", "objective.prefiller_width", "65"),
     ("maglev-separate-1", "objective.prefiller_width", "200"),
+    ("maglev-separate-1", "objective.prefiller_from", "nowhere"),
     ("maglev-separate-1", "objective.sharing", ""),
     ("maglev-separate-1", "objective.sharing", "everything"),
     ("maglev-separate-1", "objective.sharing", "embedding,none"),

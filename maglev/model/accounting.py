@@ -60,6 +60,8 @@ def prefiller_parameters(config: RunConfig) -> int:
     """What a prefiller holds beside what it borrows from the decoder."""
     if isinstance(config.objective, SharedMaglevConfig):
         return 2 * config.model.depth
+    if isinstance(config.objective, SeparateMaglevConfig) and config.objective.prefiller_from:
+        return config.objective.prefiller_width * config.model.width
     if isinstance(config.objective, SeparateMaglevConfig):
         prefiller = prefiller_config(config.model, config.objective)
         sharing = sharing_of(config.model, config.objective)
@@ -127,6 +129,11 @@ def objective_flops(config: RunConfig) -> float:
     if isinstance(objective, SharedMaglevConfig):
         windows = tile_windows(objective.prefiller_pattern, model.depth, model.window, model.context)
         return forward + stack_flops(model, windows)
+    if objective.prefiller_from:
+        # as if it were a Transformer of that depth and width; it has no backward
+        depth, width = objective.prefiller_depth, objective.prefiller_width
+        frozen = depth * (24 * width**2 + 4 * width * attended_keys((model.context,), model.context))
+        return forward + frozen / 3 + 2 * prefiller_parameters(config)
     prefiller = prefiller_config(model, objective)
     return forward + stack_flops(prefiller, prefiller.windows) + 2 * bridge_parameters(model, objective)
 

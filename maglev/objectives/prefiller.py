@@ -12,6 +12,7 @@ from maglev.config import ModelConfig, SeparateMaglevConfig, prefiller_config, s
 from maglev.model.attention import Attention, Block
 from maglev.model.decoder import Decoder, Scales, attend_in_parallel, run_blocks
 from maglev.model.layers import MLP, Embedding, Linear
+from maglev.objectives.pretrained import PretrainedPrefiller
 from maglev.ops.inject import rms_norm
 from maglev.ops.rotation import rotation, turn_frequencies
 
@@ -92,4 +93,4 @@ class SeparatePrefiller(nn.Module):
         return memory if self.exit_proj is None else rms_norm(self.exit_proj(memory))
 
 
-Prefiller = SharedPrefiller | SeparatePrefiller
+Prefiller = SharedPrefiller | SeparatePrefiller | PretrainedPrefiller

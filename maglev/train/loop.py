@@ -30,7 +30,7 @@ from maglev.train.metrics import MetricsLog, writing
 from maglev.train.optimizer import Optimizer
 from maglev.train.param_groups import build_param_groups
 from maglev.train.passes import Passes, StepLosses
-from maglev.train.setup import build_for_training, compute_dtype, rows_of_step, start_from
+from maglev.train.setup import build_for_training, compute_dtype, meet_teacher, rows_of_step, start_from
 from maglev.train.signals import Interruption
 from maglev.train.speed import clock, matrix_rate
 from maglev.train.task import Task, Validation
@@ -74,6 +74,7 @@ class Trainer:
         self.validation = self.open_validation()
         self.rows = rows_of_step(config, ranks.world)
         self.objective = build_for_training(config, self.device, mesh)
+        meet_teacher(self.objective, task)
         self.optimizer = Optimizer(
             build_param_groups(
                 self.objective.named_parameters(),
