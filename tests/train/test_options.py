@@ -9,11 +9,18 @@ import pytest
 import torch
 
 import maglev
+from maglev.data.shards import open_data
+from maglev.evaluate.runs import load_objective
+from maglev.model.init import initialise
 from maglev.model.memory import shift_right
+from maglev.objectives.losses import next_token_loss
+from maglev.ops.inject import gate
 from maglev.runs import read_metrics
 from maglev.train import launch
-from tests.helpers import step_through
-from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors
+from maglev.train.setup import start_from
+from maglev.train.task import Text
+from tests.helpers import batch_of, step_through
+from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, losses_of
 
 TEXT = "The quick brown fox jumps over the lazy dog, and on it goes."
 
@@ -66,3 +73,29 @@ def test_prefillers(settings: dict[str, Any], data: Path, tmp_path: Path) -> Non
     chosen = SMALL | FAST | {"model.width": 64, "train.validate_every": 6} | settings
     launch.train("maglev-separate-0.1", data, parts, Unwatched(), depth=2, settings=chosen, resume=True)
     assert_same_tensors(whole, parts)
+
+
+@pytest.mark.parametrize("injection", ["shared_kv", "layer_kv", "residual", "cross_attention", "tokens"])
+def test_an_swa_as_the_start(injection: str, data: Path, tmp_path: Path) -> None:
+    """Its weights are taken, gates begin neutral, and the loss goes on from where the SWA ended."""
+    swa, run = tmp_path / "swa", tmp_path / "run"
+    shape = {"model.width": 64, "model.heads": 2}
+    launch.train("swa-ssss", data, swa, Unwatched(), depth=2, settings=SMALL | FAST | shape)
+    given = SMALL | shape | {"model.injection": injection, "train.init_from": str(swa), "train.steps": 1}
+    launch.train("maglev-shared-0.1", data, run, Unwatched(), depth=2, settings=given)
+    config, objective, _ = load_objective(run, torch.device("cpu"), pytest.fail)
+    initialise(objective, config.train.seed)
+    missing = start_from(objective, swa, Text(open_data(data)), pytest.fail)
+    theirs = load_objective(swa, torch.device("cpu"), pytest.fail)[1].decoder
+    own = {name.removeprefix("decoder.") for name in missing if name.startswith("decoder.")}
+    assert own == set(objective.decoder.state_dict()) - set(theirs.state_dict())
+    gates = [parameter for name, parameter in objective.decoder.named_parameters() if "_gate" in name]
+    assert all((gate(parameter) == 1).all() for parameter in gates)
+    tokens, targets = batch_of(2, 32, vocab=300)
+    lifted = objective(tokens, targets)
+    memory = theirs(tokens)
+    if injection in ("residual", "cross_attention"):
+        torch.testing.assert_close(objective.lifted(tokens)[0], memory, rtol=0, atol=1e-5)
+    else:
+        assert abs(lifted.next_token - next_token_loss(theirs, memory, targets)) < 0.5
+    assert losses_of(run)[0][1] < losses_of(swa)[0][1] - 0.1
