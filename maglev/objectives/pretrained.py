@@ -44,15 +44,16 @@ class PretrainedPrefiller(nn.Module):
 def load_frozen(folder: Path, config: ModelConfig, width: int) -> nn.Module:
     """The stack below the model's head, if it takes our tokens and rows."""
     try:
-        from transformers import AutoModel
+        from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise RequestError(f"a pretrained prefiller needs transformers ({error}); pip install 'maglev[hf]'") from None
     try:
         # not from elsewhere, and no pickle
-        model: Any = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+        whole = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)
     except (OSError, ValueError) as error:
         line = str(error).splitlines()[0]
         raise RequestError(f"objective.prefiller_from is {str(folder)!r}, which cannot be loaded: {line}") from None
+    model: Any = whole.base_model
     told = model.config.to_dict()
     longest = told.get("max_position_embeddings", told.get("n_positions"))
     rows, hidden = model.get_input_embeddings().weight.shape
