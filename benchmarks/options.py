@@ -32,7 +32,7 @@ from maglev.bench.clock import graphed, seconds
 from maglev.bench.decode import fast_work, plain_work
 from maglev.bench.models import full_state
 from maglev.cli.recall import default_settings
-from maglev.config import Injection
+from maglev.config import InjectionKind
 from maglev.data.recall import RecallConfig
 from maglev.data.shards import open_data
 from maglev.errors import RequestError
@@ -62,7 +62,7 @@ class Option(NamedTuple):
 
 def all_options(recipe: str, depth: int) -> dict[str, Option]:
     found = {"swa": Option("baseline", SWA, {})}
-    for injection in get_args(Injection):
+    for injection in get_args(InjectionKind):
         found[f"injection {injection}"] = Option("injection", recipe, {"model.injection": injection})
     half, width = max(1, depth // 2), 64 * depth
     for name, settings in {

@@ -11,7 +11,7 @@ from maglev.errors import RequestError
 
 FULL, SLIDING = "L", "S"
 Memory = Literal["none", "kv"]
-Injection = Literal["shared_kv", "layer_kv", "residual", "cross_attention", "tokens"]
+InjectionKind = Literal["shared_kv", "layer_kv", "residual", "cross_attention", "tokens"]
 # what `cross_attention` makes of a memory, and what its queries look at
 MEMORY_SLOTS = 4
 
@@ -62,7 +62,7 @@ class ModelConfig:
     memory: Memory
     rope_base: float = 10_000.0
     logit_softcap: float = 15.0
-    injection: Injection = "shared_kv"
+    injection: InjectionKind = "shared_kv"
 
     def __post_init__(self) -> None:
         for name, most in MODEL_LIMITS.items():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from maglev.config import Injection
+from maglev.config import InjectionKind
 from maglev.errors import RequestError
 from maglev.inference import fast_step
 from maglev.inference.fast_step import FastDecoder, fastest
@@ -24,7 +24,7 @@ from maglev.ops.reference import windowed_attention as reference_attention
 from maglev.recipes import run_config
 from tests.helpers import batch_of, changed_positions, gradients, random_tokens, small, step_through
 
-ALL = list(get_args(Injection))
+ALL = list(get_args(InjectionKind))
 OTHERS = [name for name in ALL if name != "shared_kv"]
 CONTEXT, WINDOW = 24, 8
 LENGTHS = (1, WINDOW - 3, WINDOW, WINDOW + 1, CONTEXT + 1, 60)
