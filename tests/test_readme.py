@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import blocks, commands, run_command, smaller
+from tests.documents import blocks, commands, run_command, smaller, target_exists
 
 SMALLER = {
     "--depth 4": "--depth 1",
@@ -37,10 +37,11 @@ def test_the_commands_of_the_readme_run(
     assert "Once upon a time" in shown[3]
 
 
-def test_the_two_commands_exist(repository: Path) -> None:
-    makefile = (repository / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"^make (\w+)", "\n".join(blocks("README.md", "sh")), re.MULTILINE):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+def test_the_two_commands_exist() -> None:
+    found = [words for words in commands(blocks("README.md", "sh")) if words[0] == "make"]
+    assert found == [["make", "demo"], ["make", "test"]]
+    for words in found:
+        target_exists(words)
 
 
 def test_the_python_of_the_readme_runs() -> None:
