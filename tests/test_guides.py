@@ -27,7 +27,7 @@ __all__ = ["data", "trained", "without_speed"]
 
 TINY = {"train.tokens_per_step=4096": "train.tokens_per_step=128", "model.context=256": "model.context=32"}
 TINY |= {"train.steps=100": "train.steps=2", "--depth 3": "--depth 1", "--vocab-size 1024": "--vocab-size 300"}
-TINY |= {"model.window=16": "model.window=8", "--steps 600": "--steps 2", "--context 64": "--context 32"}
+TINY |= {"model.window=16": "model.window=8", "--steps 600": "--steps 2 --rows 8", "--context 64": "--context 32"}
 MIDDLE = {"train.tokens_per_step=16384": "train.tokens_per_step=128", "model.context=512": "model.context=32"}
 MIDDLE |= {"train.steps=500": "train.steps=2", "--depth 4": "--depth 1"}
 SIZES: dict[str, dict[str, str]] = {
@@ -35,7 +35,11 @@ SIZES: dict[str, dict[str, str]] = {
     "docs/guides/data.md": MIDDLE | {"--vocab-size 8192": "--vocab-size 300"},
     "docs/guides/tokenizer.md": {"--vocab-size 8192": "--vocab-size 300"},
     "docs/guides/many-gpus.md": {"model.context=64": "model.context=32", "--depth 2": "--depth 1"},
-    "docs/guides/evaluate.md": {"--steps 600": "--steps 2", "--context 64": "--context 32"},
+    "docs/guides/evaluate.md": {
+        "--steps 600": "--steps 2 --rows 8",
+        "--context 64": "--context 32",
+        "--pairs 2": "--pairs 2 --rows 8",
+    },
     "docs/guides/deploy.md": {},
     "docs/guides/extend.md": {},
 }
