@@ -25,6 +25,7 @@ from maglev.objectives.maglev import MaglevObjective
 from maglev.ops import attention
 from maglev.runs import BAD_BATCHES
 from maglev.train import distributed, saving, schedule
+from maglev.train.ahead import ReadAhead
 from maglev.train.distributed import Ranks
 from maglev.train.metrics import MetricsLog, writing
 from maglev.train.optimizer import Optimizer
@@ -85,6 +86,7 @@ class Trainer:
             compiled=self.device.type == "cuda" and config.train.compile != "off",
         )
         self.passes = Passes(config, self.objective, self.optimizer, ranks, self.rows, self.divided, watch.say)
+        self.ahead = ReadAhead(lambda step: self.loader.batch(self.rows_of(step)), self.steps)
         self.progress = Progress(data=self.loader.fingerprint)
         self.saved_step = self.validated_step = -1
         self.memory_source = training_source(self.objective)
@@ -193,7 +195,7 @@ class Trainer:
     def one_step(self) -> None:
         began = clock(self.device)
         step = self.progress.step
-        batch = distributed.together(lambda: self.loader.batch(self.rows_of(step)))
+        batch = distributed.together(lambda: self.ahead.batch(step))
         losses, targets = self.passes.gradients(batch)
         self.progress.step = step + 1
         self.progress.tokens += targets
