@@ -55,7 +55,7 @@ format: $(VENV)/.ready-test
 
 clean:
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find maglev tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find maglev tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -16,6 +16,7 @@ import pytest
 from tests.documents import REPOSITORY, extras_exist, options_exist
 
 pytest.importorskip("hatchling", reason="needs hatchling")
+pytest.importorskip("pip", reason="needs pip")
 
 
 def run(*words: str | Path, **options: object) -> str:
@@ -63,7 +64,7 @@ def test_the_source_archive_can_be_tested_and_documented(archives: dict[str, Pat
         names = {name.partition("/")[2] for name in archive.getnames()}
     for name in ("Makefile", "constraints.txt", "mkdocs.yml", "CHANGELOG.md", "CITATION.cff", "Dockerfile"):
         assert name in names
-    for folder in ("maglev", "tests", "docs", "notebooks", "results", "benchmarks", "tools"):
+    for folder in ("maglev", "tests", "docs", "notebooks", "results", "benchmarks", "tools", ".github"):
         assert any(name.startswith(f"{folder}/") for name in names), folder
     assert not any("__pycache__" in name or name.startswith((".venv", "site/", "runs/", "demo/")) for name in names)
 
