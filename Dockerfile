@@ -10,8 +10,7 @@ ARG TORCH_OPTIONS=""
 RUN pip install $TORCH_OPTIONS "$(grep -i '^torch==' constraints.txt)"
 COPY pyproject.toml README.md LICENSE ./
 COPY maglev ./maglev
-# PyTorch has brought its own Triton, or none: no pin for that one.
-RUN sed -i '/^triton==/d' constraints.txt && pip install -c constraints.txt '.[serve]' \
+RUN pip install -c constraints.txt '.[serve]' \
     && useradd --system --create-home --uid 10001 maglev \
     && install -d -o maglev -g maglev /sessions
 EXPOSE 8000
