@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from maglev import files
 from maglev.bench.clock import graphed, seconds
 from maglev.bench.decode import fast_work, plain_work
+from maglev.bench.lines import Lines
 from maglev.bench.models import full_state
 from maglev.cli.recall import default_settings
 from maglev.config import InjectionKind
@@ -87,17 +88,6 @@ def all_options(recipe: str, depth: int) -> dict[str, Option]:
     return found
 
 
-class Lines:
-    """Progress as plain lines on stderr."""
-
-    def say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    def step(self, done: int, total: int, note: str) -> None:
-        if done % 100 == 0 or done == total:
-            self.say(f"  {done} of {total}: {note}")
-
-
 class Bench:
     def __init__(self, arguments: argparse.Namespace, work: Path) -> None:
         self.arguments, self.work = arguments, work
@@ -128,7 +118,7 @@ class Bench:
             folder = self.teacher(seed) if needed == "teacher" else self.run_of(needed, seed)
             settings[key] = str(folder)
         torch._dynamo.reset()
-        depth, watch = self.arguments.depth, Lines()
+        depth, watch = self.arguments.depth, Lines(every=100)
         watch.say(f"{name}, seed {seed}")
         launch.train(option.recipe, self.task, run, watch, depth=depth, settings=settings, resume=run.exists())
         return run
@@ -164,7 +154,7 @@ class Bench:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            Lines().step(step + 1, given.steps, f"teacher, loss {loss.item():.4f}")
+            Lines(every=100).step(step + 1, given.steps, f"teacher, loss {loss.item():.4f}")
         model.save_pretrained(folder)
         self.task.save(folder)
         return folder
@@ -189,7 +179,7 @@ class Bench:
     def step_rates(self, run: Path) -> dict[str, Any]:
         """Of one sequence with full rings, readout included."""
         device = torch.device(self.arguments.device)
-        _, objective, _ = load_objective(run, device, Lines().say, with_prefiller=False)
+        _, objective, _ = load_objective(run, device, Lines(every=100).say, with_prefiller=False)
         precision = torch.bfloat16 if device.type == "cuda" else torch.float32
         decoder: Decoder = objective.decoder.to(precision).requires_grad_(False)
         calls, token = 2 if self.arguments.quick else 256, torch.zeros(1, dtype=torch.int64, device=device)

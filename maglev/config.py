@@ -1,24 +1,19 @@
 """What a run is, as frozen dataclasses. Every value is checked where it enters; nothing here imports torch."""
 
 import dataclasses
-import difflib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args
 
 from maglev.errors import RequestError
+from maglev.values import parse_value, read_section, require
 
 FULL, SLIDING = "L", "S"
 Memory = Literal["none", "kv"]
 InjectionKind = Literal["shared_kv", "layer_kv", "residual", "cross_attention", "tokens"]
 # what `cross_attention` makes of a memory, and what its queries look at
 MEMORY_SLOTS = 4
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise RequestError(message)
 
 
 def tile_windows(
@@ -198,7 +193,7 @@ def pretrained_shape(folder: str) -> tuple[int, int]:
         depth, width = (parse_value("objective.prefiller_from", value, int) for value in found)
     except (OSError, ValueError, TypeError, StopIteration) as error:
         raise RequestError(
-            f"objective.prefiller_from is {folder!r}, where no config.json tells depth and width ({error!r}); "
+            f"objective.prefiller_from is {folder!r}, where no config.json tells depth and width ({str(error) or type(error).__name__}); "
             f"give the folder of a Hugging Face language model"
         ) from None
     return depth, width
@@ -410,97 +405,3 @@ class RunConfig:
         require("model" in sections, "the run's configuration has no section 'model'")
         built = {name: read_section(name, content, types) for name, content in sections.items()}
         return cls(recipe=str(value.get("recipe", "")), **built)
-
-
-def read_section(name: str, content: dict[str, Any], types: dict[str, Any]) -> Any:
-    require(name in types, f"unknown section {name!r} in the run's configuration")
-    hints = get_type_hints(types[name])
-    for key in content:
-        require(key in hints, f"unknown key {name}.{key} in the run's configuration")
-    values = {key: parse_value(f"{name}.{key}", value, hints[key]) for key, value in content.items()}
-    missing = [
-        f"{name}.{item.name}"
-        for item in dataclasses.fields(types[name])
-        if item.default is dataclasses.MISSING and item.name not in values
-    ]
-    require(not missing, f"the run's configuration lacks {', '.join(missing)}")
-    return types[name](**values)
-
-
-def setting_keys(config: RunConfig) -> list[str]:
-    """Every KEY that `--set KEY=VALUE` takes for this run."""
-    keys = []
-    for section in dataclasses.fields(config):
-        value = getattr(config, section.name)
-        if dataclasses.is_dataclass(value):
-            keys += [f"{section.name}.{item.name}" for item in dataclasses.fields(value) if item.name != "kind"]
-    return keys
-
-
-def setting_values(config: RunConfig) -> dict[str, Any]:
-    values = config.to_dict()
-    return {key: values[key.split(".", 1)[0]][key.split(".", 1)[1]] for key in setting_keys(config)}
-
-
-def check_keys(config: RunConfig, settings: dict[str, Any]) -> None:
-    known = setting_keys(config)
-    for key in settings:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise RequestError(f"unknown setting {key!r} for {config.recipe}; did you mean {near[0]!r}?")
-
-
-def parse_section(section: type, settings: dict[str, Any]) -> dict[str, Any]:
-    """`{"section.name": "text"}` to `{"name": value}`, each value read as the type of its field."""
-    hints = get_type_hints(section)
-    return {
-        key.split(".", 1)[1]: parse_value(key, value, hints[key.split(".", 1)[1]]) for key, value in settings.items()
-    }
-
-
-def with_settings(config: RunConfig, settings: dict[str, Any]) -> RunConfig:
-    """Replace values by dotted key; the result is checked as a whole."""
-    check_keys(config, settings)
-    changes = {}
-    for section in {key.split(".", 1)[0] for key in settings}:
-        current = getattr(config, section)
-        mine = {key: value for key, value in settings.items() if key.split(".", 1)[0] == section}
-        changes[section] = dataclasses.replace(current, **parse_section(type(current), mine))
-    return dataclasses.replace(config, **changes)
-
-
-def parse_value(key: str, value: Any, hint: Any) -> Any:
-    if get_origin(hint) is Literal:
-        choices = get_args(hint)
-        require(value in choices, f"{key} is {value!r}; it must be one of {', '.join(map(str, choices))}")
-        return value
-    if hint is str:
-        return str(value)
-    if hint is bool:
-        words = {"true": True, "false": False, "1": True, "0": False, "on": True, "off": False}
-        word = str(value).lower()
-        require(word in words, f"{key} is {value!r}; it must be true or false")
-        return words[word]
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise RequestError(f"{key} is {value!r}; it must be a number") from None
-    require(number == number and abs(number) != float("inf"), f"{key} is {value!r}; it must be a finite number")
-    if hint is int:
-        require(number == int(number), f"{key} is {value!r}; it must be a whole number")
-        return int(str(value)) if str(value).lstrip("+-").isdigit() else int(number)
-    return number
-
-
-def parse_assignments(assignments: list[str]) -> dict[str, str]:
-    """`KEY=VALUE` strings of `--set`."""
-    settings: dict[str, str] = {}
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        require(bool(equals) and bool(key), f"--set {assignment!r} is not of the form KEY=VALUE")
-        settings[key.strip()] = value.strip()
-    return settings
-
-
-def canonical_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

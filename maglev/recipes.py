@@ -14,15 +14,12 @@ from maglev.config import (
     RunConfig,
     SeparateMaglevConfig,
     SharedMaglevConfig,
-    check_keys,
     head_count,
-    parse_section,
-    parse_value,
     pretrained_shape,
-    require,
-    with_settings,
 )
 from maglev.errors import RequestError
+from maglev.settings import check_keys, parse_section, with_settings
+from maglev.values import parse_value, require
 
 PAPER_DEPTH = 20
 PAPER_CONTEXT = 2048

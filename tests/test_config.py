@@ -21,17 +21,14 @@ from maglev.config import (
     SeparateMaglevConfig,
     SharedMaglevConfig,
     TrainConfig,
-    canonical_json,
     head_count,
-    parse_assignments,
-    parse_value,
     prefiller_config,
-    setting_keys,
     tile_windows,
-    with_settings,
 )
 from maglev.errors import RequestError
 from maglev.recipes import RECIPES, run_config
+from maglev.settings import parse_assignments, setting_keys, with_settings
+from maglev.values import canonical_json, parse_value
 
 MODEL = {
     "depth": 2,

@@ -1,36 +1,32 @@
 """`maglev eval names`"""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from maglev.cli.options import AsJson, DataFolder, Device, Memory, RunArgument, Split, memory_source
 from maglev.cli.output import console, emit, keep, progress, say
 from maglev.errors import RequestError
 
 
 def names(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    data: Annotated[Path, typer.Option("--data", metavar="DIR", help="What 'maglev data prepare' made.")],
-    memory: Annotated[
-        str, typer.Option("--memory", help="Where memories come from: recurrent, lifted or refined.")
-    ] = "recurrent",
-    split: Annotated[str, typer.Option("--split", help="Which split of the data.")] = "validation",
+    run: RunArgument,
+    data: DataFolder,
+    memory: Memory = "recurrent",
+    split: Split = "validation",
     documents: Annotated[int, typer.Option("--documents", help="So many of its longest documents.")] = 16,
     tokens: Annotated[int, typer.Option("--tokens", help="Of each document, from its beginning.")] = 8192,
     most: Annotated[int, typer.Option("--names", help="Of each document, the farthest apart.")] = 63,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Whether a name that was read once, long ago, raises its own probability."""
-    from maglev.evaluate.memories import DEFAULT_PASSES, SOURCES
-
-    if memory not in SOURCES:
-        raise RequestError(f"--memory is {memory!r}; it must be one of {', '.join(SOURCES)}")
+    source = memory_source(memory)
     for name, value in (("--documents", documents), ("--tokens", tokens), ("--names", most)):
         if value < 1:
             raise RequestError(f"{name} is {value}; it must be at least 1")
     from maglev.evaluate import names as probe
+    from maglev.evaluate.memories import DEFAULT_PASSES
     from maglev.evaluate.recall import plain_reach
     from maglev.evaluate.runs import load_objective, open_matching_data
     from maglev.train.distributed import resolve_device
@@ -46,7 +42,7 @@ def names(
         raise RequestError(f"no name comes twice in the {len(texts)} longest documents of {data}; give longer ones")
     with progress("documents") as meter:
         answers = probe.ask(
-            objective, asked, memory, DEFAULT_PASSES,
+            objective, asked, source, DEFAULT_PASSES,
             lambda done, total: meter.update(f"names, {memory}", done, total),
         )  # fmt: skip
     reach = plain_reach(config.model)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from maglev.checkpoint import newest
-from maglev.config import canonical_json
 from maglev.data.tokenizer import Tokenizer
 from maglev.errors import RequestError
 from maglev.inference.checks import check_max_tokens, check_text, is_whole, token_ids
@@ -27,6 +26,7 @@ from maglev.inference.writing import Draws, Writing
 from maglev.model.decoder import Decoder
 from maglev.ops.matrix import WeightFormat
 from maglev.runs import TOKENIZER, read_config
+from maglev.values import canonical_json
 
 Method = Literal["parallel", "step"]
 # how far back a repetition penalty looks

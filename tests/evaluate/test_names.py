@@ -75,7 +75,8 @@ def test_the_gain_is_that_of_steps_and_exactly_nothing_beyond_a_plain_stack(reci
         for name in (int(tokens[probe.first]), 4):
             row = torch.from_numpy(tokens[: probe.again + 1]).clone()
             row[probe.first] = name
-            logits = decoder.readout(step_through(decoder, row[None])[0, probe.again - 1])
+            with torch.no_grad():
+                logits = decoder.readout(step_through(decoder, row[None])[0, probe.again - 1])
             nats.append(float(torch.nn.functional.cross_entropy(logits, row[probe.again])))
         assert answer["nats"] == pytest.approx(nats[0], abs=1e-9)
         assert answer["gain"] == pytest.approx(nats[1] - nats[0], abs=1e-9)

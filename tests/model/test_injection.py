@@ -22,7 +22,15 @@ from maglev.objectives import build, build_objective
 from maglev.ops.attention import BLOCKWISE, plan_attention, slot_attention, windowed_attention
 from maglev.ops.reference import windowed_attention as reference_attention
 from maglev.recipes import run_config
-from tests.helpers import batch_of, changed_positions, gradients, random_tokens, small, step_through
+from tests.helpers import (
+    assert_parallel_is_stepped,
+    batch_of,
+    changed_positions,
+    gradients,
+    random_tokens,
+    small,
+    step_through,
+)
 
 ALL = list(get_args(InjectionKind))
 OTHERS = [name for name in ALL if name != "shared_kv"]
@@ -41,12 +49,7 @@ def test_a_parallel_pass_over_the_shifted_stepped_memories_gives_the_same_memori
     injection: str, recipe: str, kv_heads: int
 ) -> None:
     decoder = decoder_with(injection, recipe, kv_heads=kv_heads)
-    tokens = random_tokens(2, max(LENGTHS))
-    stepped = step_through(decoder, tokens)
-    for length in LENGTHS:
-        with torch.no_grad():
-            parallel = decoder(tokens[:, :length], shift_right(stepped[:, :length]))
-        torch.testing.assert_close(parallel, stepped[:, :length], rtol=0, atol=1e-10)
+    assert_parallel_is_stepped(decoder, LENGTHS)
 
 
 @pytest.mark.parametrize("injection", OTHERS)
