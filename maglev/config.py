@@ -192,8 +192,9 @@ def pretrained_shape(folder: str) -> tuple[int, int]:
         ]
         depth, width = (parse_value("objective.prefiller_from", value, int) for value in found)
     except (OSError, ValueError, TypeError, StopIteration) as error:
+        reason = str(error) or type(error).__name__
         raise RequestError(
-            f"objective.prefiller_from is {folder!r}, where no config.json tells depth and width ({str(error) or type(error).__name__}); "
+            f"objective.prefiller_from is {folder!r}, where no config.json tells depth and width ({reason}); "
             f"give the folder of a Hugging Face language model"
         ) from None
     return depth, width
