@@ -185,7 +185,10 @@ def add_session_routes(app: FastAPI) -> None:
 
     @app.get("/v1/sessions/{name}", responses=ERRORS, response_model=None)
     async def session(name: SessionName, request: Request) -> Response:
-        return json_response(session_object(await asyncio.to_thread(server_of(request).sessions.find, name)))
+        """One of them, and how many tokens it has read and written."""
+        kept = server_of(request).sessions
+        found = await asyncio.to_thread(kept.find, name)
+        return json_response({**session_object(found), "tokens": await asyncio.to_thread(kept.tokens, name)})
 
     @app.delete("/v1/sessions/{name}", responses=ERRORS, response_model=None)
     async def remove(name: SessionName, request: Request) -> Response:

@@ -174,6 +174,20 @@ def test_a_length_that_is_none_writes_nothing(browser: Browser, server: Running)
     assert browser.value(TEXT) == ""
 
 
+def test_a_session_goes_on_with_what_it_has_read(browser: Browser, server: Running) -> None:
+    usage = server.complete(prompt="Once upon a time", max_tokens=30, save_as="long-tale")["usage"]
+    opened(browser, server, "desktop")
+    browser.value("at('sessions').value = 'long-tale'; choose()")
+    assert browser.value("at('read').textContent") == str(usage["total_tokens"])
+    set_value(browser, "length", 5)
+    browser.value("goOn()")
+    browser.until(f"{enabled('write')} && now.written === 5")
+    assert browser.value("now.read") == usage["total_tokens"] and browser.value("at('cache').textContent") != "0 B"
+    server.ask("DELETE", "/v1/sessions/long-tale")
+    browser.value("at('sessions').value = 'long-tale'; choose()")
+    browser.until("document.getElementById('said').classList.contains('wrong')")
+
+
 def test_an_error_is_shown_and_not_thrown(browser: Browser, server: Running) -> None:
     opened(browser, server, "desktop")
     browser.value("facts.name = 'another'")
