@@ -129,9 +129,15 @@ def imported(module: str, package: str) -> Any:
         ) from None
 
 
+def need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise RequestError("the kernels of a peer need a CUDA GPU, and PyTorch sees none; leave peers out")
+
+
 def mamba2(width: int) -> nn.Module:
-    mixer = Mamba2(width)
     kernels = imported("mamba_ssm.ops.triton.ssd_combined", "mamba_ssm")
+    need_gpu()
+    mixer = Mamba2(width)
     mixer.scan = kernels.mamba_chunk_scan_combined
     mixer.convolve = torch.compile(short_convolution)
     return mixer
@@ -142,6 +148,7 @@ def gated_deltanet(width: int) -> nn.Module:
     # On Hopper with Triton 3.4 to 3.7 fla refuses its backward kernel, which is compiled wrongly for blocks of 64
     # (its issue 640). Heads of 128 make blocks of 128; `check` holds the gradients against steps all the same.
     kernels.TRITON_ABOVE_3_7_1 = True
+    need_gpu()
     return DeltaNet(width)
 
 

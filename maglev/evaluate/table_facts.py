@@ -15,7 +15,7 @@ from maglev.settings import setting_values
 
 FORMAT = "maglev-table-1"
 # of a run's training, enough to draw
-POINTS = 400
+POINTS = 200
 # what does not make another row of the table
 SECTIONS = ("model.", "objective.", "optimizer.", "data.")
 TRAINING = ("train.steps", "train.tokens_per_step")
