@@ -150,6 +150,25 @@ class SharedMaglevConfig:
 
 
 @dataclass(frozen=True)
+class ClosedMaglevConfig(SharedMaglevConfig):
+    """Maglev for the loop that it will run in: Q predicts tokens too, with a loss of this weight, and P reads `rollout`
+    tokens in a row on memories of its own."""
+
+    kind: Literal["maglev_closed"] = "maglev_closed"  # type: ignore[assignment]
+    prefiller_weight: float = 0.5
+    rollout: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        weight, rollout = self.prefiller_weight, self.rollout
+        require(weight >= 0, f"objective.prefiller_weight is {weight}; it must not be negative")
+        require(
+            1 <= rollout <= LARGEST_COUNT,
+            f"objective.rollout is {rollout}; it must be at least 1 and at most {LARGEST_COUNT:,}",
+        )
+
+
+@dataclass(frozen=True)
 class SeparateMaglevConfig:
     """Maglev whose prefiller Q has blocks of its own; depth and width of 0 mean the decoder's.
 
@@ -269,7 +288,7 @@ def prefiller_config(model: ModelConfig, objective: SeparateMaglevConfig) -> Mod
     )
 
 
-ObjectiveConfig = NextTokenConfig | LRTConfig | SharedMaglevConfig | SeparateMaglevConfig
+ObjectiveConfig = NextTokenConfig | LRTConfig | SharedMaglevConfig | SeparateMaglevConfig | ClosedMaglevConfig
 
 
 @dataclass(frozen=True)

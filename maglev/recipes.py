@@ -1,4 +1,4 @@
-"""Named runs: one function per row of the paper's table. `--depth` is the one dial; the rest follows."""
+"""Named runs: one function per row of the paper's table, and ours. `--depth` is the one dial; the rest follows."""
 
 import difflib
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from maglev.config import (
+    ClosedMaglevConfig,
     LRTConfig,
     Memory,
     ModelConfig,
@@ -82,6 +83,10 @@ def maglev_separate_1() -> tuple[str, Memory, ObjectiveConfig]:
     return "SSSS", "kv", SeparateMaglevConfig(consistency_weight=1.0)
 
 
+def maglev_closed() -> tuple[str, Memory, ObjectiveConfig]:
+    return "SSSS", "kv", ClosedMaglevConfig()
+
+
 RECIPES: dict[str, Recipe] = {
     "transformer-slsl": transformer_slsl,
     "swa-ssss": swa_ssss,
@@ -91,6 +96,7 @@ RECIPES: dict[str, Recipe] = {
     "maglev-shared-1": maglev_shared_1,
     "maglev-separate-0.1": maglev_separate_01,
     "maglev-separate-1": maglev_separate_1,
+    "maglev-closed": maglev_closed,
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from maglev.config import ClosedMaglevConfig
 from maglev.model.decoder import Decoder
 from maglev.model.init import generator_for
 from maglev.model.memory import shift_right
@@ -18,6 +19,12 @@ MEMORY_RECIPES = [name for name in ALL_RECIPES if name.startswith(("lrt", "magle
 PLAIN_RECIPES = [name for name in ALL_RECIPES if name not in MEMORY_RECIPES]
 MAGLEV_RECIPES = [name for name in ALL_RECIPES if name.startswith("maglev")]
 VOCAB = 61
+
+
+def next_token_losses(recipe: str) -> float:
+    """How many of them, by their weights, are in the total."""
+    objective = RECIPES[recipe]()[2]
+    return 2 + objective.prefiller_weight if isinstance(objective, ClosedMaglevConfig) else 1
 
 
 def random_weights(module: nn.Module, scale: float = 1.0, seed: int = 0) -> None:

@@ -2,11 +2,14 @@
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,20 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Leaves out what measures the machine at every start.
 WITHOUT_SPEED = "import maglev.train.loop as loop; loop.matrix_rate = lambda device, dtype: 1e12\n"
+# Below those that a system gives to connections by itself: such a port would be somebody else's by the time it is used.
+PORTS = range(12_000, 32_000)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            return found
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+    raise AssertionError(f"no {count} free ports")
 
 
 class Server:

@@ -4,6 +4,7 @@ from typing import Any
 
 from maglev.config import (
     MEMORY_SLOTS,
+    ClosedMaglevConfig,
     LRTConfig,
     ModelConfig,
     NextTokenConfig,
@@ -128,6 +129,9 @@ def objective_flops(config: RunConfig) -> float:
         return forward * (2 if objective.schedule == "interleaved" else objective.passes)
     if isinstance(objective, SharedMaglevConfig):
         windows = tile_windows(objective.prefiller_pattern, model.depth, model.window, model.context)
+        if isinstance(objective, ClosedMaglevConfig):
+            # P twice, on Q's memories and on its own, and Q's readout
+            forward += forward + 2 * model.vocab_size * model.width * (objective.prefiller_weight > 0)
         return forward + stack_flops(model, windows)
     if objective.prefiller_from:
         # as if it were a Transformer of that depth and width; it has no backward

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from maglev.config import LRTConfig, NextTokenConfig, RunConfig, SharedMaglevConfig
+from maglev.config import ClosedMaglevConfig, LRTConfig, NextTokenConfig, RunConfig, SharedMaglevConfig
 from maglev.model.decoder import Decoder
 from maglev.model.init import initialise
+from maglev.objectives.closed_loop import ClosedLoopObjective
 from maglev.objectives.losses import Losses, Objective
 from maglev.objectives.lrt import LRTObjective
 from maglev.objectives.maglev import MaglevObjective
@@ -40,6 +41,8 @@ def build_objective(config: RunConfig) -> Objective:
         return LRTObjective(decoder, objective)
     if isinstance(objective, SharedMaglevConfig):
         shared = SharedPrefiller(config.model, objective.prefiller_pattern)
+        if isinstance(objective, ClosedMaglevConfig):
+            return ClosedLoopObjective(decoder, shared, objective)
         return MaglevObjective(decoder, shared, objective.consistency_weight)
     kind = PretrainedPrefiller if objective.prefiller_from else SeparatePrefiller
     return MaglevObjective(decoder, kind(config.model, objective), objective.consistency_weight)

@@ -27,7 +27,10 @@ class MaglevObjective(Objective):
         return self.decoder(tokens, previous_memory, starts=starts, embedded=embedded), target_memory
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
-        memory, target_memory = self.lifted(tokens, documents)
+        return self.compare(*self.lifted(tokens, documents), targets)
+
+    def compare(self, memory: Tensor, target_memory: Tensor, targets: Tensor) -> Losses:
+        """What P's memories predict, and how far they are from Q's. memories (B, T, D), targets (B, T)"""
         next_token = next_token_loss(self.decoder, memory, targets)
         apart = token_mean(self.consistency(memory, target_memory), targets)
         return Losses(next_token + self.consistency_weight * apart, next_token, apart)

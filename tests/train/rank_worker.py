@@ -5,7 +5,6 @@ torch is imported once and every rank is a fork, before any thread exists.
 
 import json
 import os
-import socket
 import sys
 import traceback
 from datetime import timedelta
@@ -23,6 +22,7 @@ from maglev.train import distributed
 from maglev.train.optimizer import Optimizer
 from maglev.train.param_groups import build_param_groups
 from maglev.train.sharding import local, whole
+from tests.processes import free_ports
 
 SHARDS = 4
 # Stacks of 5, 3 and 1 matrices: none divides by 2 or 4, and some ranks own nothing.
@@ -157,9 +157,7 @@ def run_rank(folder: Path, world: int, rank: int, port: int) -> None:
 def main(folder: Path) -> None:
     for world in (2, 1, 4):
         (folder / f"world-{world}").mkdir()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_ports(1)[0]
         children = []
         for rank in range(world):
             child = os.fork()

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from maglev.runs import METRICS
-from tests.processes import ROOT, Processes, until
+from tests.processes import ROOT, Processes, free_ports, until
 from tests.small_runs import FAST, assert_same_tensors, losses_of, train_arguments
-from tests.train.test_sharding import free_ports, run_jobs
+from tests.train.test_sharding import run_jobs
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,11 @@ from maglev import checkpoint
 from maglev.data.loader import Loader
 from maglev.data.shards import open_data
 from maglev.runs import read_metrics
-from tests.processes import Process, Processes, until
+from tests.processes import Process, Processes, free_ports, until
 from tests.small_runs import FAST, assert_same_tensors, losses_of, tensors_of, train_arguments
 
 # an all-reduce that waits in vain must not outlive the test
 PATIENCE = 30
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def place(rank: int, world: int, port: int) -> dict[str, Any]:
@@ -36,7 +29,7 @@ def place(rank: int, world: int, port: int) -> dict[str, Any]:
 
 def start_ranks(processes: Processes, arguments: list[list[str]], before: str = "") -> list[Process]:
     """One process per list of arguments."""
-    port = free_port()
+    port = free_ports(1)[0]
     return [
         processes.start(own, before=before, **place(rank, len(arguments), port)) for rank, own in enumerate(arguments)
     ]

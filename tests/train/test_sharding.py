@@ -2,8 +2,6 @@
 
 import shutil
 import signal
-import socket
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +11,13 @@ import pytest
 from maglev import checkpoint
 from maglev.runs import read_metrics
 from tests.helpers import ALL_RECIPES
-from tests.processes import Process, Processes, Server, until
+from tests.processes import Process, Processes, Server, free_ports, until
 from tests.small_runs import FAST, assert_same_tensors, losses_of, tensors_of, train_arguments
 
 RECIPE = "maglev-shared-0.1"
 # one row per pass: two passes per step on two ranks, four in one process
 SETTINGS = FAST | {"train.rows_per_pass": 1, "train.checkpoint_every": 3}
 PATIENCE = 60
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 ONE_AFTER_ANOTHER = """

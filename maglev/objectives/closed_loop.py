@@ -1,0 +1,36 @@
+"""Maglev for the loop that it will run in: what P writes learns from what P reads.
+
+Lifted training shows P no memory but Q's, and asks of what P writes only that it be near Q's. Here P goes over the row
+once more on memories of its own, `rollout` tokens in a row from every place at once, with the same losses and with
+gradients through all of it: from a token's prediction to the memories that were written before it. Q predicts tokens
+too: that is what makes its memories worth reading.
+"""
+
+from torch import Tensor
+
+from maglev.config import ClosedMaglevConfig
+from maglev.model.decoder import Decoder
+from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss
+from maglev.objectives.maglev import MaglevObjective
+from maglev.objectives.prefiller import SharedPrefiller
+from maglev.objectives.sweeps import Sweeps, scatter
+
+
+class ClosedLoopObjective(MaglevObjective):
+    def __init__(self, decoder: Decoder, prefiller: SharedPrefiller, config: ClosedMaglevConfig) -> None:
+        super().__init__(decoder, prefiller, config.consistency_weight)
+        self.prefiller_weight, self.rollout = config.prefiller_weight, config.rollout
+
+    def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
+        length, embedded = tokens.shape[1], self.decoder.embedding(tokens)
+        target_memory = self.prefiller(tokens, self.decoder, documents.attention_starts, embedded)  # (B, T, D)
+        sweeps = Sweeps(self.decoder, tokens, documents)
+        memory = sweeps.run(target_memory, range(length), embedded)
+        lifted = self.compare(memory, target_memory, targets)
+        for first in range(min(self.rollout, length)):
+            positions = range(first, length, self.rollout)
+            memory = scatter(memory, sweeps.run(memory, positions, embedded), positions)
+        total = lifted.total + self.compare(memory, target_memory, targets).total
+        if self.prefiller_weight:
+            total = total + self.prefiller_weight * next_token_loss(self.decoder, target_memory, targets)
+        return Losses(total, lifted.next_token, lifted.consistency)

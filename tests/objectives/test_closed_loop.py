@@ -1,0 +1,132 @@
+"""`maglev-closed` against a loop over passes with explicit K/V buffers, and what sets it apart from Maglev.
+
+m' = Q(x); m on m', all positions; then for i = 0 .. R-1 the positions p with p mod R = i once more, each on the
+freshest memory of p - 1, K/V written back. The total is the paper's loss of both, and Q's own next-token loss.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from maglev.config import ClosedMaglevConfig
+from maglev.model.accounting import objective_flops
+from maglev.objectives import Objective
+from maglev.recipes import run_config
+from tests.helpers import batch_of, gradients, random_tokens, small
+from tests.objectives.equations import Cache, Network, Weights, cross_entropy, embed, run_stack
+
+WIDTH, HEADS, KV_HEADS = 16, 2, 1
+WINDOW, CONTEXT = 3, 20
+
+
+def closed(rollout: int, weight: float = 0.5) -> Objective:
+    return small(
+        "maglev-closed", depth=2, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, window=WINDOW, context=CONTEXT,
+        objective_rollout=rollout, objective_prefiller_weight=weight, objective_consistency_weight=0.3,
+    )  # fmt: skip
+
+
+def naive_memories(weights: Weights, tokens: list[int], rollout: int) -> tuple[dict[int, Tensor], ...]:
+    """Q's, P's on those, and P's on its own."""
+    zero = torch.zeros(WIDTH, dtype=torch.float64)
+    shape = (HEADS, KV_HEADS, WIDTH // HEADS, "decoder.blocks")
+    decoder = Network((WINDOW, WINDOW), *shape, "decoder.scales")
+    prefiller = Network((WINDOW, CONTEXT), *shape, "prefiller.scales")
+    x = embed(weights, tokens)
+    targets = run_stack(weights, prefiller, x, previous=None)
+    caches = [Cache() for _ in decoder.windows]
+    found = [targets]
+    memory = targets
+    for subset in [list(x), *([p for p in x if p % rollout == first] for first in range(rollout))]:
+        previous = {t: memory[t - 1] if t > 0 else zero for t in subset}
+        # all of them again on what the passes before left
+        memory = ({} if memory is targets else memory) | run_stack(
+            weights, decoder, {t: x[t] for t in subset}, previous, caches
+        )
+        found.append(dict(sorted(memory.items())))
+    return found[0], found[1], found[-1]
+
+
+def naive_loss(weights: Weights, tokens: Tensor, targets: Tensor, rollout: int, weight: float) -> Tensor:
+    rows = [naive_memories(weights, row, rollout) for row in tokens.tolist()]
+    valid = [(row, t) for row, t in torch.nonzero(targets >= 0).tolist()]
+
+    def nats(which: int) -> Tensor:
+        each = [cross_entropy(weights, rows[row][which][t], int(targets[row, t])) for row, t in valid]
+        return torch.stack(each).mean()
+
+    def apart(which: int) -> Tensor:
+        each = [(rows[row][which][t] - rows[row][0][t]).square().mean().sqrt() for row, t in valid]
+        return torch.stack(each).mean()
+
+    return nats(1) + nats(2) + 0.3 * (apart(1) + apart(2)) + weight * nats(0)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "length", "weight"), [(1, 7, 0.5), (2, 9, 0.5), (3, 8, 0.0), (4, 10, 0.5), (9, 5, 1)]
+)
+def test_the_objective_and_the_gradient_of_every_parameter(rollout: int, length: int, weight: float) -> None:
+    objective = closed(rollout, weight)
+    tokens, targets = batch_of(2, length)
+    targets[0, 3] = targets[1, 0] = -1
+    weights = dict(objective.named_parameters())
+    total = objective(tokens, targets).total
+    expected = naive_loss(weights, tokens, targets, rollout, weight)
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-11)
+    mine, theirs = gradients(total, objective), gradients(expected, objective)
+    for name in mine:
+        torch.testing.assert_close(
+            mine[name], theirs[name], rtol=0, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
+        )
+        assert theirs[name].abs().max() > 0, f"{name} gets no gradient, so nothing was compared"
+
+
+def test_what_is_reported_is_the_lifted_pass() -> None:
+    """So that its curve lies beside those of the paper's recipes."""
+    objective = closed(rollout=4)
+    batch = batch_of(2, 12)
+    memory, target_memory = objective.lifted(batch[0])
+    lifted, found = objective.compare(memory, target_memory, batch[1]), objective(*batch)
+    torch.testing.assert_close(found.next_token, lifted.next_token, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.consistency, lifted.consistency, rtol=0, atol=1e-12)
+
+
+def test_what_is_written_learns_from_what_is_read() -> None:
+    """The last target alone, its distance from Q's memories aside: gradient reaches a memory that P wrote a whole
+    rollout before, which in Maglev no loss does."""
+    tokens = random_tokens(1, 12)
+    targets = torch.full_like(tokens, -1)
+    targets[0, -1] = 5
+
+    def reached(recipe: str, **settings: int) -> list[int]:
+        objective = small(recipe, depth=2, width=WIDTH, heads=HEADS, window=2, context=CONTEXT, **settings)
+        written: list[tuple[Tensor, Tensor]] = []
+        run = objective.decoder.run
+
+        def noting(given: Tensor, positions: Tensor, *rest: object) -> Tensor:
+            memory = run(given, positions, *rest)
+            memory.retain_grad()
+            written.append((positions, memory))
+            return memory
+
+        objective.decoder.run = noting
+        objective(tokens, targets).total.backward()
+        moved = {
+            int(position)
+            for positions, memory in written
+            for position, grad in zip(positions, memory.grad[0], strict=True)
+            if grad.abs().max() > 0
+        }
+        return sorted(moved)
+
+    settings = {"objective_consistency_weight": 0}
+    assert reached("maglev-shared-0.1", **settings) == [11]
+    # two layers of W 2 see two positions back, and each of a rollout's four tokens reads the one before
+    assert reached("maglev-closed", **settings, objective_rollout=4, objective_prefiller_weight=0)[0] <= 7
+
+
+def test_a_step_costs_half_as_much_again_as_maglevs() -> None:
+    settings = {"model.vocab_size": 128, "model.context": 1024, "model.window": 16}
+    config, paper = run_config("maglev-closed", 4, settings), run_config("maglev-shared-0.1", 4, settings)
+    assert isinstance(config.objective, ClosedMaglevConfig)
+    assert 1.45 < objective_flops(config) / objective_flops(paper) < 1.5
