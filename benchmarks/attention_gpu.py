@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
@@ -22,10 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from maglev.bench.clock import machine_facts, seconds
 from maglev.bench.limits import machine_rates
-from maglev.ops import flex
+from maglev.ops import flex, fused_attention
 
 TOKENS, HEAD_DIM = 32_768, 128
 CALLS, REPEATS = 5, 5
+USUAL = dict(fused_attention.TILES)
 # what FlexAttention is told about its tiles; the first is what it chooses by itself
 TILINGS: dict[str, dict[str, Any]] = {
     "flex": {},
@@ -71,6 +74,35 @@ def by_varlen(context: int, window: int, rows: int, device: torch.device) -> Cal
     return attend
 
 
+# queries, keys, warps, stages of each of our kernels, the others as they are
+OURS: list[tuple[str, tuple[int, int, int, int]]] = [
+    ("forward", (64, 64, 4, 3)), ("forward", (128, 128, 8, 2)), ("forward", (128, 64, 8, 2)), ("forward", (128, 32, 8, 4)),
+    ("queries", (64, 64, 4, 3)), ("queries", (128, 64, 8, 2)), ("queries", (128, 32, 8, 3)), ("queries", (64, 32, 4, 3)),
+    ("keys", (32, 128, 8, 3)), ("keys", (64, 64, 4, 2)), ("keys", (32, 64, 4, 3)), ("keys", (64, 128, 8, 3)),
+]  # fmt: skip
+
+
+def by_kernels(window: int, changed: tuple[str, tuple[int, int, int, int]] | None = None) -> Callable[..., Tensor]:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        fused_attention.TILES.update(USUAL)
+        if changed is not None:
+            fused_attention.TILES[changed[0]] = fused_attention.Tile(*changed[1])
+        return fused_attention.attention(query, key, value, window)
+
+    return attend
+
+
+def by_sdpa(backend: SDPBackend) -> Callable[..., Tensor]:
+    """Whole causal attention alone."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            heads_first = (each.transpose(1, 2) for each in (query, key, value))
+            return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+
+    return attend
+
+
 def measure(attend: Callable[..., Tensor], given: list[Tensor], keys: float, device: torch.device) -> dict[str, float]:
     out = attend(*given)
     pull = torch.randn_like(out)
@@ -106,6 +138,13 @@ def main() -> None:
         tilings = TILINGS if asked.tilings else {"flex": {}}
         ways = {name: by_flex(options, context, window, device) for name, options in tilings.items()}
         ways["varlen"] = by_varlen(context, window, rows, device)
+        if window == context:
+            ways |= {
+                f"sdpa, {each.name}": by_sdpa(each) for each in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+            }
+        ways["ours"] = by_kernels(window)
+        if asked.tilings:
+            ways |= {f"ours, {name} {tile}": by_kernels(window, (name, tile)) for name, tile in OURS}
         for name, attend in ways.items():
             torch._dynamo.reset()
             try:
