@@ -12,13 +12,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One thread per test worker: several workers, each with as many threads as cores, slow each other down.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo test soak lint format clean
+.PHONY: help demo test soak docs build lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo    train a small Maglev beside a small SWA, compare them, leave a report (minutes)"
 	@echo "make test    ruff, mypy and the whole test suite"
 	@echo "make soak    the long fault, load and fuzz runs"
+	@echo "make docs    the site, in site/"
+	@echo "make build   wheel and source archive, in dist/"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make format  put the code into its format"
 	@echo "make clean   remove caches and build outputs; .venv, runs/ and demo/ stay"
@@ -33,6 +35,13 @@ test: lint
 soak: $(VENV)/.ready-test
 	@$(PYTEST) -m soak -o timeout=7200 -v
 
+docs: $(VENV)/.ready-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "The site: site/index.html"
+
+build: $(VENV)/.ready-test
+	@$(BIN)/python -m hatchling build
+
 lint: $(VENV)/.ready-test
 	@echo "== ruff"
 	@$(BIN)/ruff check --quiet .
@@ -45,8 +54,8 @@ format: $(VENV)/.ready-test
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find maglev tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find maglev tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -62,7 +71,12 @@ $(VENV)/.ready-demo: pyproject.toml constraints.txt | $(BIN)/python
 	@$(BIN)/python -m pip install --quiet -e '.[report]'
 	@touch $@
 
+$(VENV)/.ready-docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "== installing what the site needs (PyTorch among it: minutes the first time)"
+	@$(BIN)/python -m pip install --quiet -e '.[docs]'
+	@touch $@
+
 $(VENV)/.ready-test: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "== installing what the tests need (PyTorch among it: minutes the first time)"
 	@$(BIN)/python -m pip install --quiet -e '.[test]'
-	@touch $@ $(VENV)/.ready-demo
+	@touch $@ $(VENV)/.ready-demo $(VENV)/.ready-docs

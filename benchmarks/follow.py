@@ -1,11 +1,13 @@
 """Whether training on kernels follows plain PyTorch: 200 steps of a small model from one seed, every recipe.
 
     python benchmarks/follow.py [--steps 200] [--jobs 8] [--out FILE] [--plot FILE]
+    python benchmarks/follow.py --one swa-ssss plain --rows 4 --stop 17 --precision bfloat16 --device cpu
 
 `fast` is what training takes on this device; `plain` is the same model without compilation, with attention and loss as
 plain PyTorch; `other` is `plain` with a smaller micro-batch, which only adds up in another order: how far the two are
 apart is the spread from run to run. `fp8` is `fast` with products in 8 bits, for two recipes. Losses are means over
-20 steps; the text is this repository's own source, byte by byte. The last line of stdout is JSON.
+20 steps; the text is the documentation of Python's own modules, byte by byte, so it depends on Python's version. The
+last line of stdout is JSON; with `--one` that is the losses of one recipe and way, up to `--stop` where it is given.
 """
 
 import argparse
@@ -23,8 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from maglev import files, plots
 from maglev.bench.clock import machine_facts
-from maglev.bench.train_worker import RandomTask, Silent
+from maglev.bench.lines import Lines
+from maglev.bench.train_worker import RandomTask
 from maglev.data.loader import Batch
+from maglev.data.stdlib_text import documents
 from maglev.ops import attention, fp8
 from maglev.recipes import RECIPES, run_config
 from maglev.train.distributed import Ranks
@@ -32,21 +36,20 @@ from maglev.train.loop import Trainer
 from maglev.train.passes import StepLosses
 from maglev.train.task import Rows
 
-ROOT = Path(__file__).resolve().parent.parent
 DEPTH, WIDTH, CONTEXT, WINDOW, ROWS = 4, 256, 512, 128, 32
 WAYS = ("fast", "plain", "other")
 NARROW = ("swa-ssss", "maglev-shared-0.1")
 SMOOTH = 20
 
 
-class SourceRows:
-    """Pieces of the package's source, as bytes."""
+class TextRows:
+    """Pieces of the text at random places, as bytes."""
 
-    fingerprint = "this repository's source"
+    fingerprint = "documentation of Python's modules"
     tokens_per_epoch = float("inf")
 
     def __init__(self, context: int, seed: int) -> None:
-        text = b"".join(path.read_bytes() for path in sorted((ROOT / "maglev").rglob("*.py")))
+        text = "".join(text for _, text in documents()).encode()
         self.text = np.frombuffer(text, np.uint8).astype(np.int64)
         self.context, self.seed = context, seed
 
@@ -56,9 +59,9 @@ class SourceRows:
         return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.zeros_like(tokens[:, 1:]))
 
 
-class SourceTask(RandomTask):
+class TextTask(RandomTask):
     def rows(self, context: int, seed: int) -> Rows:
-        return SourceRows(context, seed)
+        return TextRows(context, seed)
 
 
 def take_plain() -> None:
@@ -66,7 +69,8 @@ def take_plain() -> None:
     attention.choose_kernel = lambda device_type: attention.BLOCKWISE  # type: ignore[assignment]
 
 
-def losses_of(recipe: str, way: str, steps: int, device: torch.device) -> list[float]:
+def losses_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.device) -> list[float]:
+    steps, rows = asked.steps, asked.rows
     if way in ("plain", "other"):
         take_plain()
     settings = {
@@ -75,26 +79,28 @@ def losses_of(recipe: str, way: str, steps: int, device: torch.device) -> list[f
         "model.window": WINDOW,
         "model.vocab_size": 256,
         "train.steps": steps,
-        "train.tokens_per_step": ROWS * CONTEXT,
-        "train.rows_per_pass": ROWS // 2 if way == "other" else ROWS,
+        "train.tokens_per_step": rows * CONTEXT,
+        "train.rows_per_pass": rows // 2 if way == "other" else rows,
+        "train.precision": asked.precision,
         "train.validate_every": 0,
         "train.compile": "off" if way in ("plain", "other") else "auto",
         "train.products": "fp8" if way == "fp8" else "plain",
     }
-    trainer = Trainer(run_config(recipe, DEPTH, settings), SourceTask(256), Path(), Ranks(0, 1, 0, device), Silent())
+    trainer = Trainer(run_config(recipe, DEPTH, settings), TextTask(256), Path(), Ranks(0, 1, 0, device), Lines())
     found: list[float] = []
 
     def record(losses: StepLosses, skipped: bool, seconds: float) -> None:
         found.append(losses.next_token)
 
     trainer.record = record  # type: ignore[method-assign]
-    for _ in range(steps):
+    for _ in range(asked.stop or steps):
         trainer.one_step()
     return found
 
 
-def run_one(recipe: str, way: str, steps: int, device: str) -> list[float]:
-    command = [sys.executable, __file__, "--one", recipe, way, "--steps", str(steps), "--device", device]
+def run_one(recipe: str, way: str, asked: argparse.Namespace) -> list[float]:
+    command = [sys.executable, __file__, "--one", recipe, way, "--steps", str(asked.steps), "--device", asked.device]
+    command += ["--rows", str(asked.rows), "--precision", asked.precision]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{recipe}, {way}: {done.stderr[-1500:]}")
@@ -140,13 +146,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=8, help="processes at once; nothing is timed here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=int, default=ROWS, help="of a step")
+    parser.add_argument("--precision", default="auto", choices=("auto", "bfloat16", "float32"))
+    parser.add_argument("--stop", type=int, default=0, help="with --one: after so many of the steps")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--one", nargs=2, metavar=("RECIPE", "WAY"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, metavar=("RECIPE", "WAY"), help="one run alone, here")
     asked = parser.parse_args()
     device = torch.device(asked.device)
     if asked.one:
-        print(json.dumps(losses_of(*asked.one, asked.steps, device)))
+        print(json.dumps(losses_of(*asked.one, asked, device)))
         return
     if asked.plot:
         plots.check_plot(asked.plot)
@@ -156,7 +165,7 @@ def main() -> None:
     # those that compile take longest
     orders.sort(key=lambda order: order[1] in ("plain", "other"))
     with ThreadPoolExecutor(asked.jobs) as pool:
-        found = list(pool.map(lambda order: run_one(*order, asked.steps, asked.device), orders))
+        found = list(pool.map(lambda order: run_one(*order, asked), orders))
     results: dict[str, Any] = {}
     for (recipe, way), curve in zip(orders, found, strict=True):
         results.setdefault(recipe, {"losses": {}})["losses"][way] = curve

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import maglev
 from maglev import files
+from maglev.bench.lines import Lines
 from maglev.data.loader import Loader
 from maglev.data.prepare import prepare
 from maglev.data.shards import TokenData, open_data
@@ -44,17 +45,6 @@ RATES = {
 }
 
 
-class Lines:
-    """Progress as plain lines on stderr."""
-
-    def say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    def step(self, done: int, total: int, note: str) -> None:
-        if done % 100 == 0 or done == total:
-            self.say(f"  {done} of {total}: {note}")
-
-
 def measure(recipe: str, seed: int, data: TokenData, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     run = work / f"{recipe}-{seed}"
     settings = RATES | {
@@ -68,9 +58,9 @@ def measure(recipe: str, seed: int, data: TokenData, arguments: argparse.Namespa
     }
     settings |= dict(item.split("=", 1) for item in arguments.set)
     began = time.perf_counter()
-    summary = launch.train(recipe, data.folder, run, Lines(), depth=arguments.depth, settings=settings)
+    summary = launch.train(recipe, data.folder, run, Lines(every=100), depth=arguments.depth, settings=settings)
     trained = time.perf_counter() - began
-    config, objective, step = load_objective(run, torch.device(arguments.device), Lines().say)
+    config, objective, step = load_objective(run, torch.device(arguments.device), Lines(every=100).say)
     loader = Loader(data, "validation", config.model.context, seed=0, shuffle=False)
     row: dict[str, Any] = {"recipe": recipe, "seed": seed, "window": config.model.window, "steps": step}
     row |= {"tokens": summary["tokens"], "train_seconds": round(trained, 1)}

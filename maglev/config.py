@@ -1,20 +1,19 @@
 """What a run is, as frozen dataclasses. Every value is checked where it enters; nothing here imports torch."""
 
 import dataclasses
-import difflib
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from maglev.errors import RequestError
+from maglev.values import parse_value, read_section, require
 
 FULL, SLIDING = "L", "S"
 Memory = Literal["none", "kv"]
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise RequestError(message)
+InjectionKind = Literal["shared_kv", "layer_kv", "residual", "cross_attention", "tokens"]
+# what `cross_attention` makes of a memory, and what its queries look at
+MEMORY_SLOTS = 4
 
 
 def tile_windows(
@@ -44,7 +43,8 @@ LARGEST_COUNT = 10**12
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The deployed network. `memory` says how a decoder takes its own last state: not at all, or in K/V."""
+    """The deployed network. `memory` says whether a decoder takes its own last state, `injection` where it enters: in
+    the paper's way or in one of those that the paper leaves open (`model/memory.py`)."""
 
     depth: int
     width: int
@@ -57,6 +57,7 @@ class ModelConfig:
     memory: Memory
     rope_base: float = 10_000.0
     logit_softcap: float = 15.0
+    injection: InjectionKind = "shared_kv"
 
     def __post_init__(self) -> None:
         for name, most in MODEL_LIMITS.items():
@@ -78,7 +79,22 @@ class ModelConfig:
         )
         require(self.rope_base > 1, f"model.rope_base is {self.rope_base}; it must be above 1")
         require(self.logit_softcap > 0, f"model.logit_softcap is {self.logit_softcap}; it must be above 0")
+        require(
+            self.memory != "none" or self.injection == "shared_kv",
+            f"model.injection is {self.injection!r} and this decoder has no memory; leave it away, "
+            f"or take a recipe with memory",
+        )
         tile_windows(self.window_pattern, self.depth, self.window, self.context)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the fused kernels of training and decoding compute this network; every other takes plain PyTorch."""
+        return self.memory == "none" or self.injection == "shared_kv"
+
+    @property
+    def entries(self) -> int:
+        """Keys and values that a position leaves in a layer: its own, mixed with its memory's or followed by them."""
+        return 2 if self.injection == "tokens" else 1
 
     @property
     def head_dim(self) -> int:
@@ -130,19 +146,91 @@ class SharedMaglevConfig:
 
 @dataclass(frozen=True)
 class SeparateMaglevConfig:
-    """Maglev whose prefiller Q has blocks of its own; depth and width of 0 mean the decoder's."""
+    """Maglev whose prefiller Q has blocks of its own; depth and width of 0 mean the decoder's.
+
+    `sharing` lists what it takes of the decoder all the same: `embedding`, `attention` or `mlp` of all its layers,
+    whole layers by number (`0`, `2-5`), or `none`. `prefiller_from` is the folder of a Hugging Face model that serves
+    as Q, frozen; depth and width are then that model's.
+    """
 
     kind: Literal["maglev_separate"] = "maglev_separate"
     consistency_weight: float = 1.0
     prefiller_pattern: str = "SLSL"
     prefiller_depth: int = 0
     prefiller_width: int = 0
+    sharing: str = "embedding"
+    prefiller_from: str = ""
 
     def __post_init__(self) -> None:
         check_consistency_weight(self.consistency_weight)
+        for name in ("prefiller_pattern", "sharing") if self.prefiller_from else ():
+            require(
+                getattr(self, name) == getattr(SeparateMaglevConfig, name),
+                f"objective.{name} does not go with objective.prefiller_from, which is taken as it is; leave one away",
+            )
         for name in ("prefiller_depth", "prefiller_width"):
             value = getattr(self, name)
             require(value >= 0, f"objective.{name} is {value}; it must be at least 1, or 0 for the decoder's")
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a separate Q takes of the decoder: its embedding, and attention and MLP of these layers."""
+
+    embedding: bool
+    attention: frozenset[int]
+    mlp: frozenset[int]
+
+
+def pretrained_shape(folder: str) -> tuple[int, int]:
+    """Depth and width of a Hugging Face model, as its config.json tells them."""
+    try:
+        told = json.loads((Path(folder) / "config.json").read_bytes())
+        found = [
+            next(told[name] for name in names if name in told)
+            for names in (("num_hidden_layers", "n_layer", "num_layers"), ("hidden_size", "n_embd", "d_model"))
+        ]
+        depth, width = (parse_value("objective.prefiller_from", value, int) for value in found)
+    except (OSError, ValueError, TypeError, StopIteration) as error:
+        reason = str(error) or type(error).__name__
+        raise RequestError(
+            f"objective.prefiller_from is {folder!r}, where no config.json tells depth and width ({reason}); "
+            f"give the folder of a Hugging Face language model"
+        ) from None
+    return depth, width
+
+
+def sharing_of(model: ModelConfig, objective: SeparateMaglevConfig) -> Sharing:
+    """`objective.sharing`, read and checked: layer l of Q borrows of layer l of P, which has to be as wide."""
+    own = prefiller_config(model, objective)
+    words = [word.strip() for word in objective.sharing.split(",")]
+    layers: dict[str, set[int]] = {"attention": set(), "mlp": set()}
+    for word in words:
+        first, dash, last = word.partition("-")
+        if word in layers:
+            layers[word].update(range(own.depth))
+        elif first.isdecimal() and (last.isdecimal() if dash else True) and int(last or first) < MODEL_LIMITS["depth"]:
+            for part in layers.values():
+                part.update(range(int(first), int(last or first) + 1))
+        else:
+            require(
+                word == "embedding" or words == ["none"],
+                f"objective.sharing is {objective.sharing!r}; it may list embedding, attention, mlp and layers such as "
+                f"0 or 2-5, or be none",
+            )
+    borrowed = layers["attention"] | layers["mlp"]
+    shallower = min(model.depth, own.depth)
+    require(
+        all(layer < shallower for layer in borrowed),
+        f"objective.sharing is {objective.sharing!r}, which takes in layer {max(borrowed, default=0)}; "
+        f"prefiller and decoder both have layers 0 to {shallower - 1}",
+    )
+    require(
+        not borrowed or own.width == model.width,
+        f"objective.sharing is {objective.sharing!r} and objective.prefiller_width is {own.width}; "
+        f"layers are shared at the decoder's width alone, {model.width}",
+    )
+    return Sharing("embedding" in words, frozenset(layers["attention"]), frozenset(layers["mlp"]))
 
 
 def check_consistency_weight(weight: float) -> None:
@@ -172,6 +260,7 @@ def prefiller_config(model: ModelConfig, objective: SeparateMaglevConfig) -> Mod
         kv_heads=head_count(width) if own else model.kv_heads,
         window_pattern=objective.prefiller_pattern,
         memory="none",
+        injection="shared_kv",
     )
 
 
@@ -285,8 +374,13 @@ class RunConfig:
         if isinstance(self.objective, SharedMaglevConfig):
             model, key = self.model, "objective.prefiller_pattern"
             tile_windows(self.objective.prefiller_pattern, model.depth, model.window, model.context, key)
-        if isinstance(self.objective, SeparateMaglevConfig):
-            prefiller_config(self.model, self.objective)
+        if isinstance(self.objective, SeparateMaglevConfig) and not self.objective.prefiller_from:
+            sharing_of(self.model, self.objective)
+        elif isinstance(self.objective, SeparateMaglevConfig):
+            require(
+                not self.data.document_mask,
+                "data.document_mask does not go with objective.prefiller_from, which sees whole rows; leave one away",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -312,97 +406,3 @@ class RunConfig:
         require("model" in sections, "the run's configuration has no section 'model'")
         built = {name: read_section(name, content, types) for name, content in sections.items()}
         return cls(recipe=str(value.get("recipe", "")), **built)
-
-
-def read_section(name: str, content: dict[str, Any], types: dict[str, Any]) -> Any:
-    require(name in types, f"unknown section {name!r} in the run's configuration")
-    hints = get_type_hints(types[name])
-    for key in content:
-        require(key in hints, f"unknown key {name}.{key} in the run's configuration")
-    values = {key: parse_value(f"{name}.{key}", value, hints[key]) for key, value in content.items()}
-    missing = [
-        f"{name}.{item.name}"
-        for item in dataclasses.fields(types[name])
-        if item.default is dataclasses.MISSING and item.name not in values
-    ]
-    require(not missing, f"the run's configuration lacks {', '.join(missing)}")
-    return types[name](**values)
-
-
-def setting_keys(config: RunConfig) -> list[str]:
-    """Every KEY that `--set KEY=VALUE` takes for this run."""
-    keys = []
-    for section in dataclasses.fields(config):
-        value = getattr(config, section.name)
-        if dataclasses.is_dataclass(value):
-            keys += [f"{section.name}.{item.name}" for item in dataclasses.fields(value) if item.name != "kind"]
-    return keys
-
-
-def setting_values(config: RunConfig) -> dict[str, Any]:
-    values = config.to_dict()
-    return {key: values[key.split(".", 1)[0]][key.split(".", 1)[1]] for key in setting_keys(config)}
-
-
-def check_keys(config: RunConfig, settings: dict[str, Any]) -> None:
-    known = setting_keys(config)
-    for key in settings:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise RequestError(f"unknown setting {key!r} for {config.recipe}; did you mean {near[0]!r}?")
-
-
-def parse_section(section: type, settings: dict[str, Any]) -> dict[str, Any]:
-    """`{"section.name": "text"}` to `{"name": value}`, each value read as the type of its field."""
-    hints = get_type_hints(section)
-    return {
-        key.split(".", 1)[1]: parse_value(key, value, hints[key.split(".", 1)[1]]) for key, value in settings.items()
-    }
-
-
-def with_settings(config: RunConfig, settings: dict[str, Any]) -> RunConfig:
-    """Replace values by dotted key; the result is checked as a whole."""
-    check_keys(config, settings)
-    changes = {}
-    for section in {key.split(".", 1)[0] for key in settings}:
-        current = getattr(config, section)
-        mine = {key: value for key, value in settings.items() if key.split(".", 1)[0] == section}
-        changes[section] = dataclasses.replace(current, **parse_section(type(current), mine))
-    return dataclasses.replace(config, **changes)
-
-
-def parse_value(key: str, value: Any, hint: Any) -> Any:
-    if get_origin(hint) is Literal:
-        choices = get_args(hint)
-        require(value in choices, f"{key} is {value!r}; it must be one of {', '.join(map(str, choices))}")
-        return value
-    if hint is str:
-        return str(value)
-    if hint is bool:
-        words = {"true": True, "false": False, "1": True, "0": False, "on": True, "off": False}
-        word = str(value).lower()
-        require(word in words, f"{key} is {value!r}; it must be true or false")
-        return words[word]
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise RequestError(f"{key} is {value!r}; it must be a number") from None
-    require(number == number and abs(number) != float("inf"), f"{key} is {value!r}; it must be a finite number")
-    if hint is int:
-        require(number == int(number), f"{key} is {value!r}; it must be a whole number")
-        return int(str(value)) if str(value).lstrip("+-").isdigit() else int(number)
-    return number
-
-
-def parse_assignments(assignments: list[str]) -> dict[str, str]:
-    """`KEY=VALUE` strings of `--set`."""
-    settings: dict[str, str] = {}
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        require(bool(equals) and bool(key), f"--set {assignment!r} is not of the form KEY=VALUE")
-        settings[key.strip()] = value.strip()
-    return settings
-
-
-def canonical_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from maglev.config import (
@@ -13,14 +14,12 @@ from maglev.config import (
     RunConfig,
     SeparateMaglevConfig,
     SharedMaglevConfig,
-    check_keys,
     head_count,
-    parse_section,
-    parse_value,
-    require,
-    with_settings,
+    pretrained_shape,
 )
 from maglev.errors import RequestError
+from maglev.settings import check_keys, parse_section, with_settings
+from maglev.values import parse_value, require
 
 PAPER_DEPTH = 20
 PAPER_CONTEXT = 2048
@@ -110,4 +109,9 @@ def run_config(recipe: str, depth: int = PAPER_DEPTH, settings: dict[str, Any] |
     given = {key: value for key, value in (settings or {}).items() if key.startswith("model.")}
     others = {key: value for key, value in (settings or {}).items() if key not in given}
     model = model_config(depth, pattern, memory, parse_section(ModelConfig, given))
-    return with_settings(RunConfig(recipe, model, objective), others)
+    config = with_settings(RunConfig(recipe, model, objective), others)
+    taken = config.objective
+    if isinstance(taken, SeparateMaglevConfig) and taken.prefiller_from and not taken.prefiller_width:
+        taken_depth, taken_width = pretrained_shape(taken.prefiller_from)
+        taken = replace(taken, prefiller_depth=taken_depth, prefiller_width=taken_width)
+    return replace(config, objective=taken)

@@ -1,5 +1,6 @@
 """What several test files share: small models whose weights are not those of the start, and batches of tokens."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,8 @@ from torch import Tensor, nn
 
 from maglev.model.decoder import Decoder
 from maglev.model.init import generator_for
+from maglev.model.memory import shift_right
+from maglev.model.state import DecoderState
 from maglev.objectives import Objective, build
 from maglev.recipes import RECIPES
 
@@ -62,6 +65,25 @@ def step_through(decoder: Decoder, tokens: Tensor) -> Tensor:
             memory, state = decoder.step(tokens[:, slot], state)
             memories.append(memory)
     return torch.stack(memories, dim=1)
+
+
+def assert_parallel_is_stepped(decoder: Decoder, lengths: Sequence[int]) -> None:
+    """The recurrence identity: a pass over the shifted stepped memories gives the same memories."""
+    tokens = random_tokens(2, max(lengths))
+    stepped = step_through(decoder, tokens)
+    for length in lengths:
+        with torch.no_grad():
+            parallel = decoder(tokens[:, :length], shift_right(stepped[:, :length]))
+        torch.testing.assert_close(parallel, stepped[:, :length], rtol=0, atol=1e-10)
+
+
+def assert_same_state(got: DecoderState, expected: DecoderState, bound: float) -> None:
+    assert torch.equal(got.position, expected.position)
+    pairs = [(got.memory, expected.memory)]
+    for mine, other in zip(got.caches, expected.caches, strict=True):
+        pairs += [(mine.key, other.key), (mine.value, other.value)]
+    for mine, other in pairs:
+        torch.testing.assert_close(mine, other, rtol=bound, atol=bound)
 
 
 def changed_positions(before: Tensor, after: Tensor) -> list[int]:

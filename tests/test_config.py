@@ -21,17 +21,14 @@ from maglev.config import (
     SeparateMaglevConfig,
     SharedMaglevConfig,
     TrainConfig,
-    canonical_json,
     head_count,
-    parse_assignments,
-    parse_value,
     prefiller_config,
-    setting_keys,
     tile_windows,
-    with_settings,
 )
 from maglev.errors import RequestError
 from maglev.recipes import RECIPES, run_config
+from maglev.settings import parse_assignments, setting_keys, with_settings
+from maglev.values import canonical_json, parse_value
 
 MODEL = {
     "depth": 2,
@@ -73,6 +70,8 @@ BAD_SETTINGS = [
     ("swa-ssss", "model.memory", "kv"),
     ("swa-ssss", "model.memory", "tokens"),
     ("maglev-shared-0.1", "model.memory", "none"),
+    ("maglev-shared-0.1", "model.injection", "none"),
+    ("swa-ssss", "model.injection", "residual"),
     ("lrt-ssss", "model.memory", "none"),
     ("swa-ssss", "model.rope_base", "1"),
     ("swa-ssss", "model.rope_base", "0"),
@@ -91,6 +90,13 @@ BAD_SETTINGS = [
     ("maglev-separate-1", "objective.prefiller_width", "-64"),
     ("maglev-separate-1", "objective.prefiller_width", "65"),
     ("maglev-separate-1", "objective.prefiller_width", "200"),
+    ("maglev-separate-1", "objective.prefiller_from", "nowhere"),
+    ("maglev-separate-1", "objective.sharing", ""),
+    ("maglev-separate-1", "objective.sharing", "everything"),
+    ("maglev-separate-1", "objective.sharing", "embedding,none"),
+    ("maglev-separate-1", "objective.sharing", "4"),
+    ("maglev-separate-1", "objective.sharing", "1-"),
+    ("maglev-separate-1", "objective.sharing", "0-99999999999"),
     ("lrt-ssss", "objective.passes", "0"),
     ("lrt-ssss", "objective.passes", "2.5"),
     ("lrt-ssss", "objective.schedule", "sometimes"),

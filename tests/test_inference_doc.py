@@ -1,22 +1,16 @@
 """The code of docs/inference.md runs as it stands, on a small run; its commands too, at a quick size."""
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from maglev.__main__ import main
+from tests.documents import blocks, commands, run_command, run_python
 from tests.small_runs import Train, data, trained
 
 __all__ = ["data", "trained"]
 
+DOCUMENT = "docs/inference.md"
 RUN = "demo/maglev-shared-0.1"
-
-
-def blocks(repository: Path, language: str) -> list[str]:
-    text = (repository / "docs" / "inference.md").read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.fixture
@@ -28,23 +22,18 @@ def place(trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def test_the_python_runs(repository: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One block after another in one namespace, as a reader would."""
-    found = blocks(repository, "python")
-    assert len(found) >= 3 and RUN in found[0]
-    names: dict = {}
-    for block in found:
-        exec(compile(block, "docs/inference.md", "exec"), names)
+def test_the_python_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert RUN in blocks(DOCUMENT, "python")[0]
+    names = run_python(DOCUMENT)
     assert (place / "s.safetensors").is_file() and capsys.readouterr().out
     assert names["again"].position == names["state"].position and names["first"] is not names["second"]
     assert names["lifted_state"].nbytes == names["state"].nbytes
 
 
-def test_the_commands_run(repository: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for block in blocks(repository, "sh") for line in block.splitlines()]
-    assert {tuple(shlex.split(line)[1:3]) for line in lines} == {("bench", "decode"), ("bench", "read")}
-    for line in lines:
-        words = [RUN if word == "RUN" else word for word in shlex.split(line)[1:]]
-        assert main([*words, "--quick", "--device", "cpu"]) == 0, capsys.readouterr().err
+def test_the_commands_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = commands(blocks(DOCUMENT, "sh"))
+    assert {tuple(words[1:3]) for words in found} == {("bench", "decode"), ("bench", "read")}
+    for words in found:
+        run_command([RUN if word == "RUN" else word for word in words] + ["--quick", "--device", "cpu"], capsys)
     for name in ("decode.json", "decode.svg", "read.json", "read.svg"):
         assert (place / name).stat().st_size > 0

@@ -1,66 +1,56 @@
 """The README's commands run, at a smaller size; its code calls what there is."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from maglev.__main__ import main
+from tests.documents import blocks, commands, run_command, smaller, target_exists
 
 SMALLER = {
     "--depth 4": "--depth 1",
     "model.context=512": "model.context=64",
     "tokens_per_step=16384": "tokens_per_step=256",
-}
-SMALLER |= {
     "train.steps=200": "train.steps=2",
     "--vocab-size 8192": "--vocab-size 300",
     "--max-tokens 100": "--max-tokens 5",
 }
 
 
-def blocks(repository: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (repository / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-
-
 def test_the_commands_of_the_readme_run(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    block = next(block for block in blocks(repository, "sh") if "maglev train" in block)
-    for large, small in SMALLER.items():
-        assert large in block or large == "--depth 4"
-        block = block.replace(large, small)
+    block = next(block for block in blocks("README.md", "sh") if "maglev train" in block)
     monkeypatch.chdir(tmp_path)
     Path("my-text").mkdir()
     for number in range(30):
         Path("my-text", f"{number}.txt").write_text(f"Text number {number}, of which there are some. " * 20)
-    lines = [line for line in block.replace("\\\n", " ").splitlines() if line.strip()]
-    assert [shlex.split(line)[:2] for line in lines] == [
+    found = commands(smaller(block, SMALLER))
+    assert [words[:2] for words in found] == [
         ["maglev", "data"],
         ["maglev", "train"],
         ["maglev", "eval"],
         ["maglev", "generate"],
         ["maglev", "info"],
     ]
-    for line in lines:
-        assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
-    assert "Once upon a time" in capsys.readouterr().out
+    shown = [run_command(words, capsys) for words in found]
+    assert "Once upon a time" in shown[3]
 
 
-def test_the_two_commands_exist(repository: Path) -> None:
-    makefile = (repository / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"^make (\w+)", "\n".join(blocks(repository, "sh")), re.MULTILINE):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+def test_the_two_commands_exist() -> None:
+    found = [words for words in commands(blocks("README.md", "sh")) if words[0] == "make"]
+    assert found == [["make", "demo"], ["make", "test"]]
+    for words in found:
+        target_exists(words)
 
 
-def test_the_python_of_the_readme_runs(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_the_readme_runs() -> None:
     """Up to the part that loads the run of the commands above."""
     import torch
 
     import maglev
 
-    (block,) = blocks(repository, "python")
+    (block,) = blocks("README.md", "python")
     before, _, after = block.partition("lm = maglev.load")
     tokens = torch.randint(512, (2, 40))
     objective = maglev.build("maglev-shared-0.1", depth=4, vocab_size=512, context=256, window=32)

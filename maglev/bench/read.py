@@ -16,7 +16,7 @@ from maglev.bench.decode import fast_work, plain_work
 from maglev.bench.limits import machine_rates
 from maglev.bench.models import full_state, random_decoder, swa_twin
 from maglev.errors import RequestError
-from maglev.inference.fast_step import FastDecoder
+from maglev.inference.fast_step import FastDecoder, fastest
 from maglev.inference.reading import STRIDE, ReadingReport, chunk_of, default_chunk, one_pass, read_
 from maglev.model.accounting import pass_flops
 from maglev.model.decoder import Decoder
@@ -109,7 +109,7 @@ def measure_model(
 ) -> Row:
     chunk = plan.chunk or default_chunk(decoder.config)
     # what the engine reads with
-    reader = FastDecoder(decoder) if decoder.device.type == "cuda" else decoder
+    reader = fastest(decoder)
     reports: list[ReadingReport] = []
 
     def read(passes: int | None) -> ReadingReport:

@@ -20,6 +20,7 @@ import torch
 
 from maglev.bench.clock import machine_facts, peak_bytes, reset_peak
 from maglev.bench.limits import machine_rates
+from maglev.bench.lines import Lines
 from maglev.bench.trace import PREFIX, kinds_of_ops
 from maglev.config import RunConfig
 from maglev.data.loader import Batch
@@ -79,14 +80,6 @@ class RandomTask:
         pass
 
     def check(self, run: Path) -> None:
-        pass
-
-
-class Silent:
-    def say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    def step(self, done: int, total: int, note: str) -> None:
         pass
 
 
@@ -173,7 +166,7 @@ def split_by_op(trainer: Trainer) -> dict[str, float]:
 
 def measure_point(config: RunConfig, order: Order, device: torch.device) -> dict[str, Any]:
     """The first step, then warm ones, then one by part and one by kind of op: all of them the trainer's."""
-    trainer = Trainer(config, RandomTask(config.model.vocab_size), Path(), Ranks(0, 1, 0, device), Silent())
+    trainer = Trainer(config, RandomTask(config.model.vocab_size), Path(), Ranks(0, 1, 0, device), Lines())
     trainer.fit_rows()
     trainer.one_step()
     first = time.time() - order.began

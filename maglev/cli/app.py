@@ -16,6 +16,7 @@ from maglev.cli import (
     export,
     generate,
     info,
+    names,
     recall,
     serve,
     table,
@@ -90,6 +91,7 @@ eval_group.command("bpb")(evaluate.bpb)
 eval_group.command("tasks")(tasks.tasks)
 eval_group.command("score")(tasks.score)
 eval_group.command("recall")(recall.recall)
+eval_group.command("names")(names.names)
 app.command("table")(table.table)
 app.command("generate")(generate.generate)
 app.command("export")(export.export)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from maglev.cli.options import AsJson, Device
 from maglev.cli.output import console, describe_bytes, emit, finite, progress, say
 from maglev.cli.weights import weight_format
 from maglev.errors import RequestError
@@ -18,10 +19,8 @@ if TYPE_CHECKING:
     from maglev.model.decoder import Decoder
 
 Depth = Annotated[int | None, typer.Option("--depth", help="Layers, width 64 x that; 20, with --quick 2.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="auto (bfloat16 on a GPU, else float32), bfloat16 or float32.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: seconds on a CPU, and no figure to quote.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Also write the JSON there.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it: .svg, .png or .pdf.")]
 

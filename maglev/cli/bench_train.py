@@ -5,8 +5,6 @@ from typing import Annotated, Any
 import typer
 
 from maglev.cli.bench import (
-    AsJson,
-    Device,
     Out,
     Plot,
     Quick,
@@ -17,6 +15,7 @@ from maglev.cli.bench import (
     render_machine,
     whole_numbers,
 )
+from maglev.cli.options import AsJson, Device
 from maglev.cli.output import console, progress
 from maglev.errors import RequestError
 

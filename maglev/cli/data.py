@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from maglev.cli.options import AsJson
 from maglev.cli.output import console, emit, progress
 
 
@@ -27,7 +28,7 @@ def prepare(
     ] = None,
     column: Annotated[str, typer.Option("--column", help="Column or field that holds the text.")] = "text",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --out holds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make a tokenizer and token shards from text."""
     from maglev.cli.tables import print_sections

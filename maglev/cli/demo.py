@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from maglev.cli.options import AsJson
 from maglev.cli.output import console, describe_bytes, emit, progress, say
 from maglev.cli.train import MeterWatch
 from maglev.errors import RequestError
@@ -54,7 +55,7 @@ class Measured:
 def demo(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where everything goes.")] = Path("demo"),
     steps: Annotated[int, typer.Option("--steps", help="Training steps of each model.")] = SETTINGS["train.steps"],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a small Maglev and a small SWA, compare them, write text, leave a report to look at."""
     began = time.perf_counter()

@@ -1,45 +1,34 @@
 """`maglev eval ...`"""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from maglev.cli.options import AsJson, DataFolder, Device, Memory, Passes, RunArgument, Split, memory_source
 from maglev.cli.output import console, emit, keep, progress, say
 from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
 
 
 def bpb(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    data: Annotated[Path, typer.Option("--data", metavar="DIR", help="What 'maglev data prepare' made.")],
-    memory: Annotated[
-        str, typer.Option("--memory", help="Where memories come from: recurrent, lifted or refined.")
-    ] = "recurrent",
-    passes: Annotated[
-        int | None, typer.Option("--passes", help="Parallel passes of refined memories, 3 where nothing is said.")
-    ] = None,
-    split: Annotated[str, typer.Option("--split", help="Which split of the data.")] = "validation",
+    run: RunArgument,
+    data: DataFolder,
+    memory: Memory = "recurrent",
+    passes: Passes = None,
+    split: Split = "validation",
     rows: Annotated[int, typer.Option("--rows", help="Only so many rows of it; 0 is all.")] = 0,
     rows_per_pass: Annotated[int, typer.Option("--rows-per-pass", help="Sequences at a time.")] = 64,
     weights: Weights = "plain",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Bits per byte by memory source, also by position."""
-    from maglev.evaluate.memories import DEFAULT_PASSES, SOURCES
+    from maglev.evaluate.memories import DEFAULT_PASSES
 
-    if memory not in SOURCES:
-        raise RequestError(f"--memory is {memory!r}; it must be one of {', '.join(SOURCES)}")
-    for name, value, least in (
-        ("--passes", 1 if passes is None else passes, 1),
-        ("--rows", rows, 0),
-        ("--rows-per-pass", rows_per_pass, 1),
-    ):
+    source = memory_source(memory, passes)
+    for name, value, least in (("--rows", rows, 0), ("--rows-per-pass", rows_per_pass, 1)):
         if value < least:
             raise RequestError(f"{name} is {value}; it must be at least {least}")
-    if passes is not None and memory != "refined":
-        raise RequestError(f"--passes goes with --memory refined, not with {memory}; leave it away")
     stored = weight_format(weights)
     if stored != "plain" and memory == "lifted":
         raise RequestError(
@@ -60,7 +49,7 @@ def bpb(
         result = bits_per_byte(
             objective,
             loader,
-            memory,
+            source,
             tokens.tokenizer.token_byte_counts(),
             passes=DEFAULT_PASSES if passes is None else passes,
             rows=rows,

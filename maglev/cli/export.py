@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from maglev.cli.options import AsJson
 from maglev.cli.output import emit, say
 from maglev.errors import RequestError
 
@@ -20,7 +21,7 @@ def export(
     without_prefiller: Annotated[
         bool, typer.Option("--without-prefiller", help="Leave Q away: enough to use the model, not to train it.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a run as a Hugging Face folder, or such a folder as a run."""
     if format not in FORMATS:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from maglev.cli.options import AsJson, Device, RunArgument
 from maglev.cli.output import say
 from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
@@ -24,7 +25,7 @@ Begun = tuple["LanguageModel", Iterable[str], float]
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: RunArgument,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text to go on from.")] = None,
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", metavar="FILE", help="The prompt from a file; - is stdin.")
@@ -50,8 +51,8 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same text.")] = 0,
     weights: Weights = "plain",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Stream text from the bounded decoder."""
     check_read(read, repetition_penalty, weights)

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from maglev.cli.options import AsJson
 from maglev.cli.output import console, emit
 
 
@@ -18,13 +19,13 @@ def info(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of a recipe.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Parameters, FLOPs, state bytes, and every setting that --set takes."""
     from maglev.cli.runs import config_of
     from maglev.cli.tables import print_sections
-    from maglev.config import setting_values
     from maglev.model.accounting import describe
+    from maglev.settings import setting_values
 
     config = config_of(run_or_recipe, depth, settings or [])
     description = describe(config) | {"settings": setting_values(config)}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from maglev.cli.options import AsJson, Device
 from maglev.cli.output import console, emit, keep, progress, say
 from maglev.cli.train import watching
 from maglev.errors import RequestError
@@ -53,7 +54,7 @@ def recall(
     rates: Annotated[float | None, typer.Option("--rates", help="All learning rates times this. [default: 1]")] = None,
     rows: Annotated[int, typer.Option("--rows", help="Rows to measure on.")] = 256,
     passes: Annotated[int | None, typer.Option("--passes", help="Of refined memories. [default: 3]")] = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
     out: Annotated[
         Path | None, typer.Option("--out", metavar="RUN", help="The run folder of a recipe; one begun there goes on.")
     ] = None,
@@ -63,7 +64,7 @@ def recall(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Of all rows of FILE. [default: RUN/recall.svg]")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Recall beyond the window, by distance and memory source.
 
@@ -140,10 +141,11 @@ def train_on(
     out: Path | None,
 ) -> Path:
     """To the end; the run folder then. What was begun there goes on, what is finished is left as it is."""
-    from maglev.config import parse_assignments, parse_value
+    from maglev.settings import parse_assignments
     from maglev.train import launch
     from maglev.train.distributed import SaidElsewhere, read_place
     from maglev.train.task import Recall
+    from maglev.values import parse_value
 
     defaults = {"depth": DEPTH, "steps": STEPS, "seed": 0, "window": WINDOW, "context": CONTEXT}
     chosen = {name: defaults[name] if value is None else value for name, value in numbers.items()}
@@ -215,8 +217,8 @@ def measure(
 
 def changed_settings(config: "RunConfig") -> dict[str, Any]:
     """In what the run differs from its recipe on this task."""
-    from maglev.config import setting_values
     from maglev.recipes import RECIPES, run_config
+    from maglev.settings import setting_values
 
     if config.recipe not in RECIPES:
         return {}

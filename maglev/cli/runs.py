@@ -4,10 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from maglev.config import RunConfig, parse_assignments
+from maglev.config import RunConfig
 from maglev.errors import RequestError
 from maglev.recipes import PAPER_DEPTH, RECIPES, run_config
 from maglev.runs import read_config
+from maglev.settings import parse_assignments
 
 
 def is_recipe(run_or_recipe: str) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from maglev.cli.options import Device, RunArgument
 from maglev.cli.output import say
 from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
@@ -20,7 +21,7 @@ SHORTEST_KEY = 16
 
 
 def serve(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    run: RunArgument,
     host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="0 takes a free one.")] = 8000,
     api_key_file: Annotated[
@@ -52,7 +53,7 @@ def serve(
     ] = DEFAULTS.cache_bytes,
     replicas: Annotated[int, typer.Option("--replicas", help="Above 1: so many copies under Ray Serve.")] = 1,
     weights: Weights = "plain",
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Serve a run to OpenAI's clients."""
     given: dict[str, Any] = locals()

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from maglev.cli.options import AsJson
 from maglev.cli.output import console, emit
 from maglev.errors import RequestError
 
@@ -21,7 +22,7 @@ def table(
         Path | None, typer.Option("--save", metavar="FILE", help="Keep all that the table is made of in a JSON file.")
     ] = None,
     figures: Annotated[bool, typer.Option("--figures/--no-figures", help="Draw figures too.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The paper's table, ours beside theirs: text, Markdown, CSV, LaTeX and figures.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from maglev.cli.options import AsJson, Device, Memory, Passes, RunArgument, memory_source
 from maglev.cli.output import console, emit, finite, keep, progress, say
 from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
@@ -18,19 +19,12 @@ if TYPE_CHECKING:
     from maglev.evaluate.requests import Request, Score
     from maglev.evaluate.scoring import ScoringRun
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
-Memory = Annotated[str, typer.Option("--memory", help="Where memories come from: recurrent, lifted or refined.")]
-Passes = Annotated[
-    int | None, typer.Option("--passes", help="Parallel passes of refined memories, 3 where nothing is said.")
-]
 ReadingMethod = Annotated[
     str,
     typer.Option("--reading", help="Recurrent memories by passes to the fixed point (parallel), or by steps (step)."),
 ]
 BatchRows = Annotated[int, typer.Option("--batch-rows", help="Continuations side by side, each with a state.")]
 BatchTokens = Annotated[int, typer.Option("--batch-tokens", help="Tokens of a batch, padding included.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 
 def tasks(
@@ -156,20 +150,16 @@ def open_run(
     weights: str,
     device: str,
 ) -> "ScoringRun":
-    from maglev.evaluate.memories import SOURCES
     from maglev.evaluate.scoring import READINGS, Limits, open_scorer
     from maglev.train.distributed import resolve_device
 
-    if memory not in SOURCES:
-        raise RequestError(f"--memory is {memory!r}; it must be one of {', '.join(SOURCES)}")
+    source = memory_source(memory, passes)
     if reading not in READINGS:
         raise RequestError(f"--reading is {reading!r}; it must be one of {', '.join(READINGS)}")
-    for name, value in (("--batch-rows", batch_rows), ("--batch-tokens", batch_tokens), ("--passes", passes)):
-        if value is not None and value < 1:
+    for name, value in (("--batch-rows", batch_rows), ("--batch-tokens", batch_tokens)):
+        if value < 1:
             raise RequestError(f"{name} is {value}; it must be at least 1")
-    if passes is not None and memory != "refined":
-        raise RequestError(f"--passes goes with --memory refined, not with {memory}; leave it away")
-    if memory != "recurrent" and (reading != "parallel" or weights != "plain"):
+    if source != "recurrent" and (reading != "parallel" or weights != "plain"):
         raise RequestError(f"--reading and --weights go with --memory recurrent, not with {memory}; leave them away")
     limits = Limits(batch_rows, batch_tokens)
     place = resolve_device(device, setting="--device")
@@ -177,7 +167,7 @@ def open_run(
         run,
         place,
         say,
-        source=memory,
+        source=source,
         passes=passes,
         weights=weight_format(weights),
         reading=reading,

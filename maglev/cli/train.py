@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from maglev.cli.options import AsJson, DataFolder
 from maglev.cli.output import Meter, emit, progress, say
 
 
@@ -58,7 +59,7 @@ def watching(recipe: str, rank: int) -> Iterator[MeterWatch]:
 
 def train(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A named run, such as maglev-shared-0.1.")],
-    data: Annotated[Path, typer.Option("--data", metavar="DIR", help="What 'maglev data prepare' made.")],
+    data: DataFolder,
     out: Annotated[Path, typer.Option("--out", metavar="RUN", help="The run folder to write.")],
     depth: Annotated[
         int | None, typer.Option("--depth", help="Layers; the width is 64 times that. [default: 20]")
@@ -70,11 +71,11 @@ def train(
     init_from: Annotated[
         str | None, typer.Option("--init-from", metavar="RUN", help="Start from another run's decoder.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a recipe; under torchrun on many processes."""
-    from maglev.config import parse_assignments
     from maglev.recipes import PAPER_DEPTH
+    from maglev.settings import parse_assignments
     from maglev.train import launch
     from maglev.train.distributed import SaidElsewhere, read_place
 

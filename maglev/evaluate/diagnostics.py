@@ -24,7 +24,8 @@ LENGTH, STEPS = 128, 16
 class LoopDiagnostics:
     """`contraction_pass`: what one parallel pass leaves of a disturbance of all memories. `contraction_step`: what one
     step of the recurrence leaves of a disturbance of m, the mean over STEPS steps. Below 1 errors die out, above 1 they
-    grow. `memory_share`: of the length of mixed keys and values, the part that comes from memory, per layer.
+    grow. `memory_share`: of the length of mixed keys and values, the part that comes from memory, per layer; none where
+    nothing is mixed.
     """
 
     contraction_pass: float
@@ -91,7 +92,7 @@ def recorded_shares(decoder: Decoder) -> Iterator[list[Tensor]]:
         local, remembered = map(gate, logits)  # (B, T, G)
         # a rotation changes no length
         own = local * (rms_norm(key).norm(dim=-1) + value.norm(dim=-1))
-        other = remembered * (memory.memory_key.norm(dim=-1) + memory.memory_value.norm(dim=-1))
+        other = remembered * (memory[0].norm(dim=-1) + memory[1].norm(dim=-1))
         shares.append(other.sum() / (own + other).sum())
 
     remembering = [module for module in decoder.modules() if isinstance(module, Attention) and module.gates]

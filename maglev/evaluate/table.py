@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from maglev.config import canonical_json
 from maglev.evaluate.paper_tasks import TASKS
 from maglev.evaluate.table_facts import Facts
+from maglev.values import canonical_json
 
 BASELINE = "swa-ssss"
 OURS, PAPER = "ours", "paper"

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from maglev import files
-from maglev.config import setting_values
 from maglev.errors import RequestError
 from maglev.evaluate.results import load_results
 from maglev.model.accounting import BYTES, objective_flops, state_nbytes, training_steps
 from maglev.runs import read_config, read_metrics
+from maglev.settings import setting_values
 
 FORMAT = "maglev-table-1"
 # of a run's training, enough to draw

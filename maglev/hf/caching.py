@@ -94,22 +94,25 @@ def in_order(ring: RingCache, position: Tensor, places: int) -> tuple[Tensor, Te
 class CacheAttend:
     """One token per row: its key and value go into the cache, its query sees the last `window` of what is there."""
 
-    def __init__(self, cache: Cache, layer: int, window: int, position: Tensor) -> None:
+    def __init__(self, cache: Cache, layer: int, window: int, position: Tensor, entries: int) -> None:
         self.cache, self.layer, self.window, self.position = cache, layer, window, position
+        self.entries = entries
 
     def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
         kept = self.cache.update(mixed_key.transpose(1, 2), mixed_value.transpose(1, 2), self.layer)
         # newest first, so that empty places are at the end, as they are in a ring
         keys, values = (features[:, :, -self.window :].transpose(1, 2).flip(1) for features in kept)
         filled = (self.position + 1).clamp_max(keys.shape[1])
-        return decode_attention(query, keys, values, filled)
+        return decode_attention(query, keys, values, filled, self.entries)
 
 
 def step(decoder: Decoder, tokens: Tensor, cache: Cache) -> Tensor:
     """Read one token per row into a cache that has read before. tokens (B, 1) -> memory (B, 1, D)"""
     position = position_in(cache).clone()
-    windows = decoder.config.windows
-    attends = [CacheAttend(cache, layer, window, position) for layer, window in enumerate(windows)]
+    config = decoder.config
+    attends = [
+        CacheAttend(cache, layer, window, position, config.entries) for layer, window in enumerate(config.windows)
+    ]
     memory = decoder.run(tokens, position[:, None], memory_in(cache)[:, None], attends)
     keep_memory(cache, memory[:, 0], position + 1)
     return memory

@@ -11,6 +11,7 @@ from maglev.errors import RequestError
 from maglev.model.attention import Block
 from maglev.model.chunk import Chunk
 from maglev.model.decoder import Decoder
+from maglev.model.memory import MemoryProjections
 from maglev.model.state import DecoderState, RingCache
 from maglev.ops.decode_steps import Backend, decode_steps
 from maglev.ops.matrix import ARRIVALS, Matrix, WeightFormat, matrix
@@ -41,6 +42,10 @@ class FastDecoder:
     """
 
     def __init__(self, decoder: Decoder, backend: Backend | None = None, weights: WeightFormat = "plain") -> None:
+        if not decoder.config.has_kernels:
+            raise RequestError(
+                f"there are no fused steps for model.injection = {decoder.config.injection!r}; use the decoder itself"
+            )
         self.config = decoder.config
         self.weights = weights
         self.dtype, self.device = decoder.compute_dtype, decoder.device
@@ -75,6 +80,7 @@ class FastDecoder:
         self.frequencies = decoder.frequencies
         self.memory_weight: Matrix | None = None  # (2 G Dh, D)
         if decoder.injection is not None:
+            assert isinstance(decoder.injection, MemoryProjections)
             projections = decoder.injection.memory_key_proj, decoder.injection.memory_value_proj
             self.memory_weight = weight(*(projection.weight for projection in projections))
         self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
@@ -156,6 +162,15 @@ class FastDecoder:
                 x = steps.project_add(x, attended, weights.output)
                 x = steps.project_add(x, steps.norm_project_relu2(x, weights.up), weights.down)
             steps.finish_step(x, position, memory_out, position_out)
+
+
+def fastest(decoder: Decoder, weights: WeightFormat = "plain") -> "Decoder | FastDecoder":
+    """What steps and reads on the decoder's device: kernels on a GPU, where there are some for this network.
+
+    A CPU takes the decoder itself: the order of work that suits kernels gains next to nothing there.
+    """
+    fused = decoder.device.type == "cuda" and decoder.config.has_kernels
+    return FastDecoder(decoder, weights=weights) if fused else decoder
 
 
 def bucket_for(batch: int) -> int:

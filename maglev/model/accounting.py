@@ -3,6 +3,7 @@
 from typing import Any
 
 from maglev.config import (
+    MEMORY_SLOTS,
     LRTConfig,
     ModelConfig,
     NextTokenConfig,
@@ -10,6 +11,7 @@ from maglev.config import (
     SeparateMaglevConfig,
     SharedMaglevConfig,
     prefiller_config,
+    sharing_of,
     tile_windows,
 )
 
@@ -17,10 +19,18 @@ BYTES = {"float32": 4, "bfloat16": 2}
 POSITION_BYTES = 8
 
 
+def attention_matrices(config: ModelConfig) -> int:
+    """q, k, v and output of one layer."""
+    return 2 * config.width**2 + 2 * config.width * config.kv_heads * config.head_dim
+
+
+def mlp_matrices(config: ModelConfig) -> int:
+    return 8 * config.width**2
+
+
 def block_matrices(config: ModelConfig) -> int:
-    """q, k, v, output and the two of the MLP, of all layers."""
-    attention = 2 * config.width**2 + 2 * config.width * config.kv_heads * config.head_dim
-    return config.depth * (attention + 8 * config.width**2)
+    """Those of attention and MLP, of all layers."""
+    return config.depth * (attention_matrices(config) + mlp_matrices(config))
 
 
 def plain_parameters(config: ModelConfig) -> int:
@@ -29,22 +39,44 @@ def plain_parameters(config: ModelConfig) -> int:
 
 
 def gate_parameters(config: ModelConfig) -> int:
-    return 2 * config.depth * config.kv_heads * config.width if config.memory == "kv" else 0
+    gates = {"shared_kv": 2 * config.kv_heads, "layer_kv": 2 * config.kv_heads, "residual": config.heads}
+    return config.depth * gates.get(config.injection, 0) * config.width if config.memory == "kv" else 0
 
 
 def memory_parameters(config: ModelConfig) -> int:
-    return 2 * config.width * config.kv_heads * config.head_dim if config.memory == "kv" else 0
+    """Matrices that memory brings beside its gates, shared or of every layer."""
+    pair = 2 * config.width * config.kv_heads * config.head_dim
+    matrices = {
+        "shared_kv": pair,
+        "layer_kv": config.depth * pair,
+        "residual": config.width**2,
+        "cross_attention": MEMORY_SLOTS * pair + config.depth * 2 * config.width**2,
+        "tokens": pair,
+    }
+    return matrices[config.injection] if config.memory == "kv" else 0
 
 
 def prefiller_parameters(config: RunConfig) -> int:
     """What a prefiller holds beside what it borrows from the decoder."""
     if isinstance(config.objective, SharedMaglevConfig):
         return 2 * config.model.depth
+    if isinstance(config.objective, SeparateMaglevConfig) and config.objective.prefiller_from:
+        return config.objective.prefiller_width * config.model.width
     if isinstance(config.objective, SeparateMaglevConfig):
         prefiller = prefiller_config(config.model, config.objective)
-        bridges = 2 * prefiller.width * config.model.width if prefiller.width != config.model.width else 0
-        return block_matrices(prefiller) + 2 * prefiller.depth + bridges
+        sharing = sharing_of(config.model, config.objective)
+        borrowed = len(sharing.attention) * attention_matrices(prefiller) + len(sharing.mlp) * mlp_matrices(prefiller)
+        embedding = 0 if sharing.embedding else config.model.vocab_size * prefiller.width
+        bridges = bridge_parameters(config.model, config.objective)
+        return block_matrices(prefiller) - borrowed + 2 * prefiller.depth + embedding + bridges
     return 0
+
+
+def bridge_parameters(model: ModelConfig, objective: SeparateMaglevConfig) -> int:
+    """The matrices that lead from a shared embedding into a Q of another width, and out of it."""
+    width = prefiller_config(model, objective).width
+    count = 1 + sharing_of(model, objective).embedding if width != model.width else 0
+    return count * width * model.width
 
 
 def attended_keys(windows: tuple[int, ...], context: int) -> float:
@@ -56,15 +88,19 @@ def attended_keys(windows: tuple[int, ...], context: int) -> float:
     return total
 
 
+def memory_slots(config: ModelConfig) -> int:
+    """Keys that a position sees beside those of its windows, summed over layers."""
+    return config.depth * MEMORY_SLOTS if config.injection == "cross_attention" else 0
+
+
 def stack_flops(config: ModelConfig, windows: tuple[int, ...]) -> float:
-    """Forward FLOPs per token of a stack: 2 per matrix weight, 4 x width per attended key."""
+    """Forward FLOPs per token of a stack without memory: 2 per matrix weight, 4 x width per attended key."""
     return 2 * block_matrices(config) + 4 * config.width * attended_keys(windows, config.context)
 
 
 def decoder_flops(config: ModelConfig) -> float:
     """Forward FLOPs per token of P, readout included; 0 for lookups, norms and elementwise work."""
-    extra = gate_parameters(config) + memory_parameters(config)
-    return stack_flops(config, config.windows) + 2 * (extra + config.vocab_size * config.width)
+    return pass_flops(config, 0, config.context) / config.context + 2 * config.vocab_size * config.width
 
 
 def pass_flops(config: ModelConfig, first: int, count: int) -> float:
@@ -77,7 +113,7 @@ def pass_flops(config: ModelConfig, first: int, count: int) -> float:
         return position * attended_keys(config.windows, position) if position else 0.0
 
     matrices = block_matrices(config) + gate_parameters(config) + memory_parameters(config)
-    keys = keys_before(first + count) - keys_before(first)
+    keys = config.entries * (keys_before(first + count) - keys_before(first)) + memory_slots(config) * count
     return 2 * matrices * count + 4 * config.width * keys
 
 
@@ -93,14 +129,18 @@ def objective_flops(config: RunConfig) -> float:
     if isinstance(objective, SharedMaglevConfig):
         windows = tile_windows(objective.prefiller_pattern, model.depth, model.window, model.context)
         return forward + stack_flops(model, windows)
+    if objective.prefiller_from:
+        # as if it were a Transformer of that depth and width; it has no backward
+        depth, width = objective.prefiller_depth, objective.prefiller_width
+        frozen = depth * (24 * width**2 + 4 * width * attended_keys((model.context,), model.context))
+        return forward + frozen / 3 + 2 * prefiller_parameters(config)
     prefiller = prefiller_config(model, objective)
-    bridges = 4 * prefiller.width * model.width if prefiller.width != model.width else 0
-    return forward + stack_flops(prefiller, prefiller.windows) + bridges
+    return forward + stack_flops(prefiller, prefiller.windows) + 2 * bridge_parameters(model, objective)
 
 
 def state_nbytes(config: ModelConfig, element_size: int) -> int:
     """Bytes per sequence: K and V of every layer's window, the memory vector, the position."""
-    slots = 2 * sum(config.windows) * config.kv_heads * config.head_dim
+    slots = 2 * config.entries * sum(config.windows) * config.kv_heads * config.head_dim
     return (slots + config.width) * element_size + POSITION_BYTES
 
 
@@ -132,6 +172,7 @@ def describe(config: RunConfig) -> dict[str, Any]:
         "context": model.context,
         "windows": list(model.windows),
         "plain_reach": model.plain_reach,
+        "injection": model.injection if model.memory != "none" else "none",
         "parameters": {
             "plain": plain,
             "blocks": block_matrices(model),

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from maglev.config import ModelConfig
 from maglev.model.layers import MLP, Linear, project_packed
-from maglev.model.memory import MemoryFeatures, MemoryGates, Rotation
+from maglev.model.memory import Features, Rotation, gates_of, stream_of
 from maglev.ops.inject import inject, kernels, rms_norm, rotate, takes_kernels
 from maglev.ops.recompute import KEPT, Keeping, plainly
 
@@ -30,7 +31,8 @@ class Attention(nn.Module):
         self.key_proj = Linear(config.width, config.kv_heads * config.head_dim)
         self.value_proj = Linear(config.width, config.kv_heads * config.head_dim)
         self.output_proj = Linear(config.heads * config.head_dim, config.width)
-        self.gates = MemoryGates(config) if config.memory == "kv" else None
+        self.gates = gates_of(config)
+        self.has_kernels = config.has_kernels
 
     def linears(self, gated: bool) -> list[Linear]:
         """Query, key, value and, where there is memory, both gates."""
@@ -48,22 +50,26 @@ class Attention(nn.Module):
         return project_packed(rms_norm(x), self.linears(gated))
 
     def forward(
-        self, x: Tensor, rotation: Rotation, memory: MemoryFeatures | None, attend: Attend, keeping: Keeping = KEPT
+        self, x: Tensor, rotation: Rotation, memory: Features | None, attend: Attend, keeping: Keeping = KEPT
     ) -> Tensor:
         """x (B, T, D). Without memory neither gate is applied: that is another function."""
-        fused = kernels() if takes_kernels(x) else None
+        fused = kernels() if self.has_kernels and takes_kernels(x) else None
         if fused is not None:
             packed = keeping.run(self.pack, x, memory is not None)
             run = plainly if isinstance(attend, Recording) else keeping.run
             seen = run(self.attend_packed, fused.inject, packed, rotation, memory, attend)
         else:
             query, key, value, *logits = keeping.run(self.project, x, memory is not None)
-            if memory is not None:
+            if memory is not None and self.gates is not None:
+                memory_key, memory_value = memory
                 query, key, value = inject(
-                    query, key, value, *rotation, *memory, logits[0], logits[1], norm=keeping.norm
+                    query, key, value, *rotation, memory_key, memory_value, logits[0], logits[1], norm=keeping.norm
                 )
             else:
                 query, key = keeping.norm(rotate(query, *rotation)), keeping.norm(rotate(key, *rotation))
+                if memory is not None:
+                    # a recurrent token before each token: two entries of a position, heads side by side
+                    key, value = torch.cat((memory[0], key), dim=2), torch.cat((memory[1], value), dim=2)
             seen = attend(query, key, value)
         return self.output_proj(seen.flatten(-2))
 
@@ -72,7 +78,7 @@ class Attention(nn.Module):
         prepare: Callable[..., tuple[Tensor, Tensor, Tensor]],
         packed: Tensor,
         rotation: Rotation,
-        memory: MemoryFeatures | None,
+        memory: Features | None,
         attend: Attend,
     ) -> Tensor:
         return attend(*prepare(packed, *rotation, memory, self.heads, self.kv_heads))
@@ -85,6 +91,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(config)
         self.mlp = MLP(config.width)
+        self.stream = stream_of(config)
         self.keeping = KEPT
 
     def forward(
@@ -93,10 +100,19 @@ class Block(nn.Module):
         start: Tensor,
         entry: tuple[Tensor, Tensor],
         rotation: Rotation,
-        memory: MemoryFeatures | None,
+        memory: Features | None,
         attend: Attend,
+        attention: Attention | None = None,
+        mlp: MLP | None = None,
     ) -> Tensor:
-        """x and the embedded tokens x_0 (B, T, D); `entry` are the scales that both enter with."""
+        """x and the embedded tokens x_0 (B, T, D); `entry` are the scales that both enter with.
+
+        A prefiller that borrows this block in part brings what it has of its own.
+        """
+        attention, mlp = attention or self.attention, mlp or self.mlp
         x = entry[0] * x + entry[1] * start
-        x = x + self.attention(x, rotation, memory, attend, self.keeping)
-        return x + self.mlp(x, self.keeping)
+        if self.stream is not None and memory is not None:
+            # attention then is a plain one
+            x, memory = x + self.stream(x, memory), None
+        x = x + attention(x, rotation, memory, attend, self.keeping)
+        return x + mlp(x, self.keeping)

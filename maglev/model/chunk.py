@@ -117,7 +117,12 @@ class ChunkPass(Chunk):
         if (span.window, subset) not in self.plans:
             starts = span.empty[:, None].expand(-1, len(subset)) if bool((span.empty > 0).any()) else None
             self.plans[span.window, subset] = plan_attention(
-                span.window, span.key.shape[1], self.tokens.device, span.queries(subset), starts
+                span.window,
+                span.key.shape[1],
+                self.tokens.device,
+                span.queries(subset),
+                starts,
+                entries=self.decoder.config.entries,
             )
         return self.plans[span.window, subset]
 

@@ -1,6 +1,6 @@
 """The decoder P: all positions at once on given memories, or one step at a time on its own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from maglev.config import ModelConfig
 from maglev.model.attention import Attend, Block
 from maglev.model.layers import Embedding, Readout
-from maglev.model.memory import MemoryFeatures, MemoryProjections, Rotation
+from maglev.model.memory import Features, Rotation, injection_of
 from maglev.model.state import DecoderState
 from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attention
 from maglev.ops.inject import rms_norm
@@ -27,28 +27,39 @@ class Scales(nn.Module):
 
 def run_blocks(
     x: Tensor,
-    blocks: nn.ModuleList,
+    blocks: Sequence[Callable[..., Tensor]],
     scales: Scales,
     rotation: Rotation,
-    memory: MemoryFeatures | None,
+    memory: Sequence[Features] | None,
     attends: Sequence[Attend],
 ) -> Tensor:
-    """Embedded tokens through a stack to its final normalised state. (B, T, D) -> (B, T, D)"""
+    """Embedded tokens through a stack to its final normalised state. (B, T, D) -> (B, T, D)
+
+    `memory` holds the features of every layer, or of all of them at once.
+    """
     entries = zip(scales.residual_scale.unbind(), scales.input_scale.unbind(), strict=True)
     # another object than x: given one tensor twice, the compiler would build the first layer apart
     start = x.view_as(x)
-    for block, entry, attend in zip(blocks, entries, attends, strict=True):
-        x = block(x, start, entry, rotation, memory, attend)
+    features = [None] * len(blocks) if memory is None else [*memory] * (len(blocks) // len(memory))
+    for block, entry, own, attend in zip(blocks, entries, features, attends, strict=True):
+        x = block(x, start, entry, rotation, own, attend)
     return rms_norm(x)
 
 
 def attend_in_parallel(
-    windows: Sequence[int], tokens: Tensor, starts: Tensor | None, *, dtype: torch.dtype, head_dim: int
+    windows: Sequence[int],
+    tokens: Tensor,
+    starts: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    head_dim: int,
+    entries: int = 1,
 ) -> list[Attend]:
     """For all positions of tokens (B, T)."""
 
     def plan(window: int) -> AttentionPlan:
-        return plan_attention(window, tokens.shape[1], tokens.device, starts=starts, dtype=dtype, head_dim=head_dim)
+        length, device = tokens.shape[1], tokens.device
+        return plan_attention(window, length, device, starts=starts, dtype=dtype, head_dim=head_dim, entries=entries)
 
     plans = {window: plan(window) for window in set(windows)}
     return [partial(windowed_attention, plan=plans[window]) for window in windows]
@@ -63,7 +74,7 @@ class Decoder(nn.Module):
         self.embedding = Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.scales = Scales(config.depth)
-        self.injection = MemoryProjections(config) if config.memory == "kv" else None
+        self.injection = injection_of(config)
         self.readout = Readout(config.width, config.vocab_size, config.logit_softcap)
         frequencies = turn_frequencies(config.head_dim, config.rope_base)
         self.register_buffer("frequencies", frequencies, persistent=False)
@@ -92,7 +103,14 @@ class Decoder(nn.Module):
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         config = self.config
-        attends = attend_in_parallel(config.windows, tokens, starts, dtype=self.compute_dtype, head_dim=config.head_dim)
+        attends = attend_in_parallel(
+            config.windows,
+            tokens,
+            starts,
+            dtype=self.compute_dtype,
+            head_dim=config.head_dim,
+            entries=1 if previous_memory is None else config.entries,
+        )
         return self.run(tokens, positions, previous_memory, attends, embedded)
 
     def run(
@@ -109,7 +127,7 @@ class Decoder(nn.Module):
         features = None
         if self.injection is not None and previous_memory is not None:
             features = self.injection(previous_memory.to(x.dtype), angles)
-        return run_blocks(x, self.blocks, self.scales, angles, features, attends)
+        return run_blocks(x, [*self.blocks], self.scales, angles, features, attends)
 
     def initial_state(self, batch_size: int) -> DecoderState:
         return DecoderState.zeros(self.config, batch_size, self.compute_dtype, self.device)
@@ -121,7 +139,7 @@ class Decoder(nn.Module):
 
     def step_(self, tokens: Tensor, state: DecoderState) -> Tensor:
         """`step` that rewrites `state` in place: no copy of the rings."""
-        attends = [cache.attend_at(state.position) for cache in state.caches]
+        attends = [cache.attend_at(state.position, self.config.entries) for cache in state.caches]
         memory = self.run(tokens[:, None], state.position[:, None], state.memory[:, None], attends)[:, 0]
         state.memory = memory
         state.position = state.position + 1

@@ -13,8 +13,8 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 
 
 def draw(name: str, like: Tensor, seed: int) -> Tensor:
-    """Embedding N(0, 1), readout N(0, .001), gates and output projections 0, every other matrix uniform with
-    standard deviation 1 / sqrt(inputs); residual scales 1, input scales 0.1."""
+    """Embedding N(0, 1), readout N(0, .001), gates and what writes to the residual stream 0, every other matrix uniform
+    with standard deviation 1 / sqrt(inputs); residual scales 1, input scales 0.1."""
     leaf = name.rsplit(".", 2)[-2:]
     start = torch.empty(like.shape, dtype=torch.float32)
     generator = generator_for(seed, name)
@@ -22,7 +22,7 @@ def draw(name: str, like: Tensor, seed: int) -> Tensor:
         return start.fill_(1.0)
     if leaf[-1] == "input_scale":
         return start.fill_(0.1)
-    if leaf[0] in ("local_gate", "memory_gate", "output_proj", "down_proj"):
+    if leaf[0] in ("local_gate", "memory_gate", "output_proj", "down_proj", "residual_proj"):
         return start.zero_()
     if leaf[0] == "embedding":
         return start.normal_(generator=generator)

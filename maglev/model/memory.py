@@ -1,26 +1,32 @@
-"""How a decoder takes memory in: the last state enters the keys and values of every layer through gates."""
+"""How a decoder takes memory in. The paper's way: the last state enters the keys and values of every layer through
+gates, by projections that all layers share. Beside it the ways that the paper leaves open.
 
-from typing import NamedTuple
+An injection has a part of the decoder, which makes features of m_{t-1}, and a part in every layer, which takes them: in
+attention (`shared_kv`, `layer_kv`, `tokens`) or in the residual stream before it (`residual`, `cross_attention`).
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maglev.config import ModelConfig
+from maglev.config import MEMORY_SLOTS, ModelConfig
 from maglev.model.layers import Linear
-from maglev.ops.inject import rms_norm, rotate
+from maglev.ops.attention import slot_attention
+from maglev.ops.inject import gate, rms_norm, rotate
 
 Rotation = tuple[Tensor, Tensor]
+# what one layer takes of the memories of all positions: keys and values (B, T, G, Dh), or what its kind says
+Features = tuple[Tensor, ...]
 
 
-class MemoryFeatures(NamedTuple):
-    """k^rec, v^rec of every position, the same for all layers: (B, T, G, Dh) each."""
+class Injection(nn.Module):
+    """What layers take of m_{t-1}, (B, T, D): features of every layer, or one that all of them share."""
 
-    memory_key: Tensor
-    memory_value: Tensor
+    def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
+        raise NotImplementedError
 
 
-class MemoryProjections(nn.Module):
+class MemoryProjections(Injection):
     """W_k^rec and W_v^rec, shared by all layers."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -29,11 +35,48 @@ class MemoryProjections(nn.Module):
         self.memory_key_proj = Linear(config.width, config.kv_heads * config.head_dim)
         self.memory_value_proj = Linear(config.width, config.kv_heads * config.head_dim)
 
-    def forward(self, previous_memory: Tensor, rotation: Rotation) -> MemoryFeatures:
+    def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
         """m_{t-1} takes slot t, so its key is rotated there, like the local key it is mixed with."""
         memory_key = self.memory_key_proj(previous_memory).unflatten(-1, (self.kv_heads, -1))
         memory_value = self.memory_value_proj(previous_memory).unflatten(-1, (self.kv_heads, -1))
-        return MemoryFeatures(rotate(rms_norm(memory_key), *rotation), memory_value)
+        return [(rotate(rms_norm(memory_key), *rotation), memory_value)]
+
+
+class LayerProjections(Injection):
+    """The same two matrices, but of every layer its own."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MemoryProjections(config) for _ in range(config.depth))
+
+    def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
+        return [features for layer in self.layers for features in layer(previous_memory, rotation)]
+
+
+class ResidualProjection(Injection):
+    """W m_{t-1}, (B, T, D), which every layer adds to its stream. Zero at the start, like all that writes there."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.residual_proj = Linear(config.width, config.width)
+
+    def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
+        return [(self.residual_proj(previous_memory),)]
+
+
+class MemorySlots(Injection):
+    """A few keys and values of the last memory alone, (B, T, S, G, Dh): a state holds no more than without them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.shape = (MEMORY_SLOTS, config.kv_heads, config.head_dim)
+        self.memory_key_proj = Linear(config.width, MEMORY_SLOTS * config.kv_heads * config.head_dim)
+        self.memory_value_proj = Linear(config.width, MEMORY_SLOTS * config.kv_heads * config.head_dim)
+
+    def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
+        """They are as old at every position, so nothing is rotated."""
+        memory_key = self.memory_key_proj(previous_memory).unflatten(-1, self.shape)
+        return [(rms_norm(memory_key), self.memory_value_proj(previous_memory).unflatten(-1, self.shape))]
 
 
 class MemoryGates(nn.Module):
@@ -46,6 +89,63 @@ class MemoryGates(nn.Module):
         super().__init__()
         self.local_gate = Linear(config.width, config.kv_heads)
         self.memory_gate = Linear(config.width, config.kv_heads)
+
+
+class ResidualGate(nn.Module):
+    """How much of W m_{t-1} a layer adds to its stream: one number per head's worth of channels."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.memory_gate = Linear(config.width, config.heads)
+
+    def forward(self, x: Tensor, memory: Features) -> Tensor:
+        """The stream (B, T, D) -> what is added to it."""
+        share = gate(self.memory_gate(rms_norm(x)))  # (B, T, H)
+        return (share.unsqueeze(-1) * memory[0].unflatten(-1, (self.heads, -1))).flatten(-2)
+
+
+class CrossAttention(nn.Module):
+    """A layer's queries over the slots of the last memory."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.query_proj = Linear(config.width, config.width)
+        self.output_proj = Linear(config.width, config.width)
+
+    def forward(self, x: Tensor, memory: Features) -> Tensor:
+        """The stream (B, T, D) -> what is added to it."""
+        query = rms_norm(self.query_proj(rms_norm(x)).unflatten(-1, (-1, self.head_dim)))
+        return self.output_proj(slot_attention(query, *memory).flatten(-2))
+
+
+def injection_of(config: ModelConfig) -> Injection | None:
+    """The decoder's part."""
+    kinds: dict[str, type[MemoryProjections | LayerProjections | ResidualProjection | MemorySlots]] = {
+        "shared_kv": MemoryProjections,
+        "layer_kv": LayerProjections,
+        "residual": ResidualProjection,
+        "cross_attention": MemorySlots,
+        "tokens": MemoryProjections,
+    }
+    return None if config.memory == "none" else kinds[config.injection](config)
+
+
+def gates_of(config: ModelConfig) -> MemoryGates | None:
+    """A layer's part where memory is mixed into K/V. `tokens` needs none: there the queries choose."""
+    mixed = config.memory != "none" and config.injection in ("shared_kv", "layer_kv")
+    return MemoryGates(config) if mixed else None
+
+
+def stream_of(config: ModelConfig) -> ResidualGate | CrossAttention | None:
+    """A layer's part where memory enters the residual stream."""
+    kinds: dict[str, type[ResidualGate | CrossAttention]] = {
+        "residual": ResidualGate,
+        "cross_attention": CrossAttention,
+    }
+    kind = kinds.get(config.injection)
+    return None if kind is None else kind(config)
 
 
 def shift_right(memory: Tensor, keep: Tensor | None = None) -> Tensor:

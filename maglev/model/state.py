@@ -18,18 +18,18 @@ from maglev.ops.decode import decode_attention
 class RingCache:
     """Mixed K/V of the last `window` positions of one layer; position p lives in slot p mod window."""
 
-    key: Tensor  # (B, window, G, Dh)
+    key: Tensor  # (B, window, G, Dh), G the heads of all entries of a position
     value: Tensor  # (B, window, G, Dh)
 
-    def attend_at(self, position: Tensor) -> "RingAttend":
-        return RingAttend(self, position)
+    def attend_at(self, position: Tensor, entries: int = 1) -> "RingAttend":
+        return RingAttend(self, position, entries)
 
 
 class RingAttend:
     """Write one position per row into the ring, then attend over what it holds."""
 
-    def __init__(self, cache: RingCache, position: Tensor) -> None:
-        self.cache = cache
+    def __init__(self, cache: RingCache, position: Tensor, entries: int) -> None:
+        self.cache, self.entries = cache, entries
         self.position = position  # (B,)
 
     def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
@@ -39,7 +39,7 @@ class RingAttend:
         self.cache.key[row, slot] = mixed_key[:, 0]
         self.cache.value[row, slot] = mixed_value[:, 0]
         filled = (self.position + 1).clamp_max(window)
-        return decode_attention(query, self.cache.key, self.cache.value, filled)
+        return decode_attention(query, self.cache.key, self.cache.value, filled, self.entries)
 
 
 @dataclass
@@ -53,7 +53,8 @@ class DecoderState:
     @classmethod
     def zeros(cls, config: ModelConfig, batch_size: int, dtype: torch.dtype, device: torch.device) -> "DecoderState":
         def ring(window: int) -> Tensor:
-            return torch.zeros(batch_size, window, config.kv_heads, config.head_dim, dtype=dtype, device=device)
+            heads = config.entries * config.kv_heads
+            return torch.zeros(batch_size, window, heads, config.head_dim, dtype=dtype, device=device)
 
         return cls(
             caches=[RingCache(ring(window), ring(window)) for window in config.windows],

@@ -10,6 +10,7 @@ from maglev.objectives.lrt import LRTObjective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.objectives.next_token import NextTokenObjective
 from maglev.objectives.prefiller import SeparatePrefiller, SharedPrefiller
+from maglev.objectives.pretrained import PretrainedPrefiller
 from maglev.recipes import PAPER_DEPTH, run_config
 
 __all__ = ["Losses", "Objective", "build", "build_objective"]
@@ -40,4 +41,5 @@ def build_objective(config: RunConfig) -> Objective:
     if isinstance(objective, SharedMaglevConfig):
         shared = SharedPrefiller(config.model, objective.prefiller_pattern)
         return MaglevObjective(decoder, shared, objective.consistency_weight)
-    return MaglevObjective(decoder, SeparatePrefiller(config.model, objective), objective.consistency_weight)
+    kind = PretrainedPrefiller if objective.prefiller_from else SeparatePrefiller
+    return MaglevObjective(decoder, kind(config.model, objective), objective.consistency_weight)

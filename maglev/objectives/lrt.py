@@ -102,6 +102,7 @@ class LRTObjective(Objective):
                 starts,
                 dtype=decoder.compute_dtype,
                 head_dim=decoder.config.head_dim,
+                entries=decoder.config.entries,
             )
 
         plans = {window: plan_for(window) for window in set(windows)}

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from maglev.ops import flex, reference
+from maglev.ops.decode import unpacked
 
-BLOCKWISE, FLEX = "blockwise", "flex"
+BLOCKWISE, FLEX, PACKED = "blockwise", "flex", "packed"
 SMALLEST_BLOCK, LARGEST_BLOCK = 32, 256
 
 
@@ -26,7 +27,8 @@ class AttentionPlan:
     keys: int
     queries: range
     block: int
-    # sliding: (blocks, 1, C, span) or (B * blocks, 1, C, span); full: the starts (B, Q), if any; flex: its BlockMask
+    # sliding: (blocks, 1, C, span) or (B * blocks, 1, C, span); full: the starts (B, Q), if any; flex: its BlockMask;
+    # packed: the plan over single entries
     mask: Any
 
 
@@ -40,9 +42,18 @@ def plan_attention(
     dtype: torch.dtype = torch.float32,
     head_dim: int = 64,
     kernel: str | None = None,
+    entries: int = 1,
 ) -> AttentionPlan:
-    """`starts` (B, Q): the first key that each query may see, for rows that hold several documents."""
+    """`starts` (B, Q): the first key that each query may see, for rows that hold several documents. With several
+    `entries` the heads of all keys of a position come one after another, and a query sees all of its own too."""
     queries = range(keys) if queries is None else queries
+    if entries > 1:
+        at = range((queries.start + 1) * entries - 1, queries.stop * entries, queries.step * entries)
+        starts = None if starts is None else starts * entries
+        single = plan_attention(
+            window * entries, keys * entries, device, at, starts, dtype=dtype, head_dim=head_dim, kernel=kernel
+        )
+        return AttentionPlan(PACKED, min(window, keys), keys, queries, 0, single)
     kernel = kernel or kernel_for(device, len(queries), dtype, head_dim)
     window = min(window, keys)
     if kernel == FLEX:
@@ -58,11 +69,23 @@ def plan_attention(
 
 def windowed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
     """query (B, Q, H, Dh), key and value (B, T, G, Dh) -> (B, Q, H, Dh)."""
+    if plan.kernel == PACKED:
+        entries = plan.mask.keys // plan.keys
+        return windowed_attention(query, unpacked(key, entries), unpacked(value, entries), plan.mask)
     if plan.kernel == FLEX:
         return flex.attention(query, key, value, plan.mask)
     if plan.window < plan.keys:
         return blockwise_attention(query, key, value, plan)
     return growing_attention(query, key, value, plan) if plan.block else causal_attention(query, key, value)
+
+
+def slot_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Each query over a few keys of its own, or none of them. query (B, T, H, Dh), slots (B, T, S, G, Dh)"""
+    grouped = query.unflatten(2, (key.shape[3], -1))  # (B, T, G, H / G, Dh)
+    scores = torch.einsum("btghd,btsgd->btghs", grouped, key) / query.shape[-1] ** 0.5
+    # one more of score 0 and value 0: a query that finds nothing is not made to take something
+    weights = F.pad(scores, (0, 1)).softmax(-1)[..., :-1]
+    return torch.einsum("btghs,btsgd->btghd", weights, value).flatten(2, 3)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

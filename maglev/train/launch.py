@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from maglev import files
-from maglev.config import RunConfig, TrainConfig, canonical_json, parse_value
+from maglev.config import RunConfig, TrainConfig
 from maglev.data.shards import open_data
 from maglev.errors import RequestError
 from maglev.recipes import run_config
@@ -21,6 +21,7 @@ from maglev.train.metrics import writing
 from maglev.train.sharding import make_mesh
 from maglev.train.signals import interruption
 from maglev.train.task import Task, Text
+from maglev.values import canonical_json, parse_value
 
 # what may differ when a run is resumed: it changes where and how fast things are computed, at most their rounding
 FREE_ON_RESUME = {

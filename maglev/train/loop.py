@@ -25,12 +25,13 @@ from maglev.objectives.maglev import MaglevObjective
 from maglev.ops import attention
 from maglev.runs import BAD_BATCHES
 from maglev.train import distributed, saving, schedule
+from maglev.train.ahead import ReadAhead
 from maglev.train.distributed import Ranks
 from maglev.train.metrics import MetricsLog, writing
 from maglev.train.optimizer import Optimizer
 from maglev.train.param_groups import build_param_groups
 from maglev.train.passes import Passes, StepLosses
-from maglev.train.setup import build_for_training, compute_dtype, rows_of_step, start_from
+from maglev.train.setup import build_for_training, compute_dtype, meet_teacher, rows_of_step, start_from
 from maglev.train.signals import Interruption
 from maglev.train.speed import clock, matrix_rate
 from maglev.train.task import Task, Validation
@@ -74,6 +75,7 @@ class Trainer:
         self.validation = self.open_validation()
         self.rows = rows_of_step(config, ranks.world)
         self.objective = build_for_training(config, self.device, mesh)
+        meet_teacher(self.objective, task)
         self.optimizer = Optimizer(
             build_param_groups(
                 self.objective.named_parameters(),
@@ -85,6 +87,7 @@ class Trainer:
             compiled=self.device.type == "cuda" and config.train.compile != "off",
         )
         self.passes = Passes(config, self.objective, self.optimizer, ranks, self.rows, self.divided, watch.say)
+        self.ahead = ReadAhead(lambda step: self.loader.batch(self.rows_of(step)), self.steps)
         self.progress = Progress(data=self.loader.fingerprint)
         self.saved_step = self.validated_step = -1
         self.memory_source = training_source(self.objective)
@@ -193,7 +196,7 @@ class Trainer:
     def one_step(self) -> None:
         began = clock(self.device)
         step = self.progress.step
-        batch = distributed.together(lambda: self.loader.batch(self.rows_of(step)))
+        batch = distributed.together(lambda: self.ahead.batch(step))
         losses, targets = self.passes.gradients(batch)
         self.progress.step = step + 1
         self.progress.tokens += targets

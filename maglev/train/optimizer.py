@@ -261,7 +261,7 @@ class AdamWTensors:
             self.means,
             self.squares,
             step=step,
-            lr=lr,
+            lr=lr if step >= self.group.moves_at else 0.0,
             betas=self.group.betas,
             eps=self.group.eps,
         )

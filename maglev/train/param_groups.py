@@ -16,9 +16,10 @@ ADAM_BETAS = (0.8, 0.95)
 INPUT_SCALE_BETAS = (0.96, 0.95)
 ADAM_EPS = 1e-10
 # While output projections are zero the stream is one direction, and a norm does not see its length: the gradient of a
-# scale is then rounding alone, some 1e-10 in float32 and 1e-5 in bfloat16, which a tiny eps would blow up to steps as
-# large as the learning rate. From the second step on it is 1e-3 and more.
-SCALE_EPS = 1e-4
+# scale is then rounding alone, some 1e-10 in float32 and 1e-5 in bfloat16, which AdamW would blow up to steps as large
+# as the learning rate. From the second step on it is 1e-4 and more, so the first one leaves scales where they are.
+SCALE_EPS = 1e-7
+SCALES_MOVE_AT = 2
 MUON_BETA2 = 0.95
 
 # (end of the name, group); what ends in none of these is a matrix.
@@ -48,8 +49,11 @@ class MuonGroup(ParamGroup):
 
 @dataclass(frozen=True)
 class AdamWGroup(ParamGroup):
+    """`moves_at` is the first step, counted from 1, that changes the parameters; moments begin with the first one."""
+
     betas: tuple[float, float] = ADAM_BETAS
     eps: float = ADAM_EPS
+    moves_at: int = 1
 
 
 def role_of(name: str, parameter: nn.Parameter) -> str:
@@ -88,9 +92,9 @@ def build_param_groups(
             decay = config.weight_decay * (REFERENCE_DEPTH / depth) ** 2
             groups.append(MuonGroup(role, tuple(own), peak, decay))
         elif role == "input_scale":
-            groups.append(AdamWGroup(role, tuple(own), peak, INPUT_SCALE_BETAS, SCALE_EPS))
+            groups.append(AdamWGroup(role, tuple(own), peak, INPUT_SCALE_BETAS, SCALE_EPS, SCALES_MOVE_AT))
         elif role == "residual_scale":
-            groups.append(AdamWGroup(role, tuple(own), peak, eps=SCALE_EPS))
+            groups.append(AdamWGroup(role, tuple(own), peak, eps=SCALE_EPS, moves_at=SCALES_MOVE_AT))
         else:
             groups.append(AdamWGroup(role, tuple(own), peak))
     return groups

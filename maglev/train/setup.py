@@ -17,6 +17,7 @@ from maglev.model.init import draw, initialise
 from maglev.model.layers import Linear
 from maglev.objectives import Objective, build_objective
 from maglev.objectives.maglev import MaglevObjective
+from maglev.objectives.pretrained import PretrainedPrefiller
 from maglev.ops import fp8
 from maglev.ops.recompute import LEAN, LEAN_COMPILED, again
 from maglev.runs import read_config
@@ -126,6 +127,17 @@ def rows_per_pass(config: RunConfig, rows: int, device: torch.device) -> int:
 
 def most_rows(config: RunConfig) -> int:
     return max(1, ENOUGH_TOKENS_PER_PASS // config.model.context)
+
+
+def meet_teacher(objective: Objective, task: Task) -> None:
+    """Where Q is a pretrained model: see that it reads the task's tokens, and load it before any work is done."""
+    if not isinstance(objective, MaglevObjective) or not isinstance(objective.prefiller, PretrainedPrefiller):
+        return
+    try:
+        task.check(objective.prefiller.folder)
+    except RequestError as error:
+        raise RequestError(f"objective.prefiller_from: {error}") from None
+    objective.prefiller.load()
 
 
 def start_from(objective: Objective, run: Path, task: Task, report: Callable[[str], None]) -> list[str]:

@@ -1,25 +1,20 @@
 """The commands and the code of docs/huggingface.md run as they stand, on a small run."""
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from maglev.__main__ import main
+from tests.documents import blocks, commands, run_command, run_python
 from tests.small_runs import Train
 
 pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
 pytest.importorskip("accelerate", reason="needs accelerate, for Trainer")
 
 
-def blocks(repository: Path, language: str) -> list[str]:
-    text = (repository / "docs" / "huggingface.md").read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+DOCUMENT = "docs/huggingface.md"
 
 
 def test_the_document_runs(
-    repository: Path,
     trained: Train,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -28,13 +23,11 @@ def test_the_document_runs(
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     Path("runs/first").symlink_to(trained("maglev-shared-0.1", 2))
-    lines = [shlex.split(line, comments=True) for block in blocks(repository, "sh") for line in block.splitlines()]
-    assert [words[0] for words in lines] == ["pip", "maglev", "maglev"]
-    for words in lines[1:]:
-        assert main(words[1:]) == 0, capsys.readouterr().err
-    assert main(["generate", "exported", "--max-tokens", "3"]) == 0
-    names: dict = {}
-    for block in blocks(repository, "python"):
-        exec(compile(block, "docs/huggingface.md", "exec"), names)
+    found = commands(blocks(DOCUMENT, "sh"))
+    assert [words[0] for words in found] == ["pip", "maglev", "maglev"]
+    for words in found[1:]:
+        run_command(words, capsys)
+    run_command(["maglev", "generate", "exported", "--max-tokens", "3"], capsys)
+    names = run_python(DOCUMENT)
     assert names["logits"].shape[:2] == names["more"].shape
-    assert main(["generate", "tuned", "--max-tokens", "3"]) == 0, capsys.readouterr().err
+    run_command(["maglev", "generate", "tuned", "--max-tokens", "3"], capsys)

@@ -34,6 +34,18 @@ def test_whole_parts_and_steps_are_the_stepped_decoder(recipe: str) -> None:
     assert_near(torch.cat(found, dim=1), expected)
 
 
+@pytest.mark.parametrize("injection", ["layer_kv", "residual", "cross_attention", "tokens"])
+def test_caches_hold_what_other_injections_leave(injection: str) -> None:
+    model, tokens = small_model(injection=injection), random_tokens(2, 40)
+    expected = stepped_logits(model, tokens)
+    output = model(tokens[:, :30])
+    found = [output.logits]
+    for begin, end in ((30, 31), (31, 38), (38, 39), (39, 40)):
+        output = model(tokens[:, begin:end], past_key_values=output.past_key_values)
+        found.append(output.logits)
+    assert_near(torch.cat(found, dim=1), expected)
+
+
 @pytest.mark.parametrize("window", [1, 2])
 def test_the_smallest_windows(window: int) -> None:
     model, tokens = small_model(window=window), random_tokens(1, 12)

@@ -9,8 +9,8 @@ from maglev.inference.reading import read_
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState, RingCache
 from maglev.ops import fused_decode, fused_product, fused_ring
-from tests.helpers import random_tokens, small
-from tests.inference.test_fast_step import RECIPES, assert_same, follow, ragged_state, tiny
+from tests.helpers import assert_same_state, random_tokens, small
+from tests.inference.test_fast_step import RECIPES, follow, ragged_state, tiny
 from tests.kernel_cases import DEVICE, INTERPRETED, round_like_the_gpu
 
 if INTERPRETED:
@@ -56,7 +56,7 @@ def test_reading_equals_the_decoder_s_own() -> None:
     expected, tokens = state.clone(), random_tokens(2, 21, seed=5).to(DEVICE)
     read_(FastDecoder(decoder, "triton"), tokens, state, chunk=11, passes=3)
     read_(decoder, tokens, expected, chunk=11, passes=3)
-    assert_same(state, expected, 1e-4)
+    assert_same_state(state, expected, 1e-4)
 
 
 def decoder_rows(state: DecoderState, rows: slice) -> DecoderState:
@@ -104,7 +104,7 @@ class GraphCases:
                 # chunks of 11 are padded to 16, the last 7 to 8
                 assert [length for _, length in fast.recorded_passes] == [16, 8]
                 read_(decoder, tokens, expected, chunk=11, passes=4)
-                assert_same(state, expected, 1e-4)
+                assert_same_state(state, expected, 1e-4)
 
     def test_what_does_not_settle_is_stepped_from_a_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fast_step, "LEAST_REPLAYED", 4)
@@ -115,7 +115,7 @@ class GraphCases:
         report = read_(fast, tokens, state, budget=2, tolerance=0, memories=ours)
         read_(decoder, tokens, expected, budget=2, tolerance=0, memories=theirs)
         assert report.stepped > 4
-        assert_same(state, expected, 1e-4)
+        assert_same_state(state, expected, 1e-4)
         torch.testing.assert_close(torch.cat(ours, dim=1), torch.cat(theirs, dim=1), rtol=1e-4, atol=1e-4)
 
     def test_greedy_goes_on_by_itself(self) -> None:

@@ -13,7 +13,7 @@ from maglev.inference.fast_step import BUCKETS, WARM_UPS, FastDecoder, GraphStep
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 from maglev.ops.decode_steps import Backend
-from tests.helpers import random_tokens, small
+from tests.helpers import assert_same_state, random_tokens, small
 from tests.kernel_cases import run_cases
 
 CASES = "inference/fast_step_cases.py"
@@ -39,15 +39,6 @@ def ragged_state(decoder: Decoder) -> DecoderState:
     return state
 
 
-def assert_same(got: DecoderState, expected: DecoderState, bound: float) -> None:
-    assert torch.equal(got.position, expected.position)
-    pairs = [(got.memory, expected.memory)]
-    for ours, theirs in zip(got.caches, expected.caches, strict=True):
-        pairs += [(ours.key, theirs.key), (ours.value, theirs.value)]
-    for mine, other in pairs:
-        torch.testing.assert_close(mine, other, rtol=bound, atol=bound)
-
-
 def follow(
     decoder: Decoder, backend: Backend, batch: int, steps: int, bound: float, state: DecoderState | None = None
 ) -> None:
@@ -63,7 +54,7 @@ def follow(
         if slot % 10 == 7:
             torch.testing.assert_close(fast.readout(memory), decoder.readout(expected), rtol=bound, atol=10 * bound)
             states.reverse()
-    assert_same(*states, bound)
+    assert_same_state(*states, bound)
     assert all(torch.equal(memory, copy) for memory, copy in kept)
 
 
@@ -118,7 +109,7 @@ def test_padding_rows_do_not_reach_the_others() -> None:
     for slot in range(6, 12):
         fast.advance(tokens[:, slot], bucket, bucket.memory, bucket.position)
         fast.step_(tokens[:2, slot], state)
-    assert_same(first_rows(buffers, 2), state, 1e-12)
+    assert_same_state(first_rows(buffers, 2), state, 1e-12)
     assert buffers.position[4:].tolist() == [1000] * 4
 
 

@@ -8,20 +8,10 @@ from maglev.inference.fast_step import FastDecoder
 from maglev.inference.ragged import read_rows_
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
-from tests.helpers import random_tokens, small, step_through
+from tests.helpers import assert_same_state, random_tokens, small, step_through
 
 RECIPES = ("swa-ssss", "transformer-slsl", "lrt-slsl", "maglev-shared-0.1")
 LENGTHS = (37, 1, 8, 0, 23, 16)
-
-
-def assert_same_state(ours: DecoderState, theirs: DecoderState, tolerance: float) -> None:
-    """Rings up to what was read: slots that no position has reached hold nothing."""
-    assert torch.equal(ours.position, theirs.position)
-    pairs = [(ours.memory, theirs.memory)]
-    for mine, other in zip(ours.caches, theirs.caches, strict=True):
-        pairs += [(mine.key, other.key), (mine.value, other.value)]
-    for mine, other in pairs:
-        assert (mine - other).abs().max() <= tolerance * other.abs().max().clamp_min(1)
 
 
 def alone(decoder: Decoder, tokens: Tensor) -> DecoderState:

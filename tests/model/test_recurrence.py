@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from maglev.model.memory import shift_right
-from tests.helpers import ALL_RECIPES, MEMORY_RECIPES, PLAIN_RECIPES, random_tokens, small, step_through
+from tests.helpers import (
+    ALL_RECIPES,
+    MEMORY_RECIPES,
+    PLAIN_RECIPES,
+    assert_parallel_is_stepped,
+    random_tokens,
+    small,
+    step_through,
+)
 
 CONTEXT, WINDOW = 24, 8
 LENGTHS = (1, WINDOW - 3, WINDOW, WINDOW + 1, CONTEXT, CONTEXT + 1, 90)
@@ -15,12 +23,7 @@ LENGTHS = (1, WINDOW - 3, WINDOW, WINDOW + 1, CONTEXT, CONTEXT + 1, 90)
 def test_a_parallel_pass_over_the_shifted_stepped_memories_gives_the_same_memories(recipe: str, kv_heads: int) -> None:
     """Below, at and far beyond W, and beyond the `context` keys that an L layer keeps."""
     decoder = small(recipe, kv_heads=kv_heads, context=CONTEXT, window=WINDOW).decoder
-    tokens = random_tokens(2, max(LENGTHS))
-    stepped = step_through(decoder, tokens)
-    for length in LENGTHS:
-        with torch.no_grad():
-            parallel = decoder(tokens[:, :length], shift_right(stepped[:, :length]))
-        torch.testing.assert_close(parallel, stepped[:, :length], rtol=0, atol=1e-10)
+    assert_parallel_is_stepped(decoder, LENGTHS)
 
 
 @pytest.mark.parametrize("recipe", ["swa-ssss", "maglev-shared-0.1"])

@@ -295,6 +295,21 @@ def test_bfloat16_and_other_settings_train_on_a_cpu(data: Path, tmp_path: Path) 
         }
 
 
+@pytest.mark.parametrize("recipe", ["swa-ssss", "lrt-ssss", "maglev-shared-0.1"])
+def test_rounding_alone_moves_no_scale(recipe: str, data: Path, tmp_path: Path) -> None:
+    """At first the gradient of a scale is rounding, which AdamW would make a whole step of."""
+    scales = {}
+    for precision in ("float32", "bfloat16"):
+        run = tmp_path / precision
+        train(recipe, data, run, FAST | {"train.steps": 1, "train.precision": precision})
+        _, objective, _ = load_objective(run, torch.device("cpu"), print)
+        named = objective.named_parameters()
+        scales[precision] = {name: tensor for name, tensor in named if name.endswith("_scale")}
+    assert len(scales["float32"]) >= 2
+    for name, exact in scales["float32"].items():
+        assert torch.equal(scales["bfloat16"][name], exact)
+
+
 def test_tokens_per_step_must_divide_into_rows(data: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="is 100, not a multiple of the context 32; set it to 96"):
         train("swa-ssss", data, tmp_path / "run", {"train.tokens_per_step": 100})

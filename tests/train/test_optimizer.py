@@ -241,6 +241,22 @@ def test_optimizer_applies_the_update_functions() -> None:
     torch.testing.assert_close(table[0], embedding.members[0][1].detach(), rtol=0, atol=1e-7)
 
 
+def test_a_group_may_begin_to_move_later() -> None:
+    """Its moments begin at once: the second step is that of AdamW with both gradients."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = Optimizer([AdamWGroup("input_scale", (("scale", parameter),), 0.1, moves_at=2)])
+    gradients = [torch.tensor([1e-6, -1e-6, 0.0]), torch.tensor([1e-3, 1e-3, -2e-3])]
+    parameter.grad = gradients[0].clone()
+    optimizer.step(1.0, 0.9, 0.0)
+    assert torch.equal(parameter.detach(), torch.ones(3))
+    parameter.grad = gradients[1].clone()
+    optimizer.step(1.0, 0.9, 0.0)
+    expected, zeros = [torch.ones(3)], [[torch.zeros(3)] for _ in range(2)]
+    for step, lr in ((1, 0.0), (2, 0.1)):
+        adamw_update(expected, [gradients[step - 1]], *zeros, step=step, lr=lr, betas=(0.8, 0.95), eps=1e-10)
+    assert torch.equal(parameter.detach(), expected[0]) and (expected[0] != 1).all()
+
+
 def test_same_gradients_give_the_same_bits() -> None:
     first, second = (take_steps(Optimizer(toy_groups()), range(3)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))

@@ -47,7 +47,8 @@ def test_every_name_finds_its_rule() -> None:
     adamw = {role: group for role, group in groups.items() if isinstance(group, AdamWGroup)}
     assert set(adamw) == set(groups) - {"matrix"}
     for name, group in adamw.items():
-        assert group.eps == (1e-4 if name.endswith("scale") else 1e-10)
+        assert group.eps == (1e-7 if name.endswith("scale") else 1e-10)
+        assert group.moves_at == (2 if name.endswith("scale") else 1)
     betas = {role: group.betas for role, group in adamw.items()}
     assert betas.pop("input_scale") == (0.96, 0.95)
     assert set(betas.values()) == {(0.8, 0.95)}

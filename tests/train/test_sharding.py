@@ -92,6 +92,28 @@ def test_every_recipe_has_the_losses_of_one_process(
             assert {name: tensor.shape for name, tensor in tensors_of(run).items()} == shapes
 
 
+OPTIONS = {
+    "attention": ("maglev-separate-0.1", "objective.sharing=attention"),
+    "cross_attention": (RECIPE, "model.injection=cross_attention"),
+}
+
+
+def test_options_have_the_losses_of_one_process(data: Path, tmp_path: Path, processes: Processes) -> None:
+    """What is borrowed in part, and what lies in blocks beside the usual, is gathered in time."""
+
+    def jobs(folder: str, mode: str) -> list[list[str]]:
+        return [
+            job(recipe, data, tmp_path / folder / name, mode, "--set", setting, **FEW)
+            for name, (recipe, setting) in OPTIONS.items()
+        ]
+
+    run_jobs(processes, jobs("alone", "none"), 1)
+    run_jobs(processes, jobs("divided", "full"), 2)
+    for name in OPTIONS:
+        expected = losses_of(tmp_path / "alone" / name)
+        np.testing.assert_allclose(losses_of(tmp_path / "divided" / name), expected, rtol=0, atol=1e-5, err_msg=name)
+
+
 def half_of(run: Path, copy: Path) -> Path:
     """The run as it was at its first checkpoint, in a folder of its own."""
     shutil.copytree(run, copy)

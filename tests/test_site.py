@@ -1,0 +1,125 @@
+"""The site builds without a warning, its results are those of the files, and nothing in it comes from elsewhere."""
+
+import html
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.documents import REPOSITORY, options_exist, target_exists
+
+pytest.importorskip("mkdocs", reason="needs mkdocs (the extra docs)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)],
+        cwd=REPOSITORY,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def results() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_results", REPOSITORY / "tools" / "site_results.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def shown(page: Path) -> str:
+    """The words of a page."""
+    article = re.search(r"<article.*?</article>", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert article is not None
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", article[0])))
+
+
+def test_every_page_is_there(site: Path) -> None:
+    pages = [path.relative_to(REPOSITORY / "docs") for path in (REPOSITORY / "docs").rglob("*.md")]
+    assert len(pages) > 20
+    for page in [*pages, Path("CONTRIBUTING.md"), Path("CHANGELOG.md")]:
+        assert (site / page.with_suffix(".html")).is_file(), page
+
+
+def test_links_that_leave_the_folder_of_documents_arrive(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        for link in re.findall(r'(?:href|src)="(?![a-z]+:|#)([^"#?]+)', text):
+            assert page.name == "404.html" or (page.parent / link).exists(), (page.name, link)
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r'<(?:script|img|iframe)[^>]+src="(?:https?:)?//', text), page
+        assert not re.search(r'<link[^>]+href="(?:https?:)?//(?![^"]*"[^>]*rel="canonical")', text), page
+
+
+def test_the_reference_has_docstrings_and_verbs(site: Path) -> None:
+    assert "Read text into a new state; the one given stays as it is." in shown(site / "reference" / "index.html")
+    assert "consistency_weight" in shown(site / "reference" / "config.html")
+    verbs = shown(site / "reference" / "cli.html")
+    for verb in ("maglev data prepare", "maglev eval recall", "maglev serve", "--api-key-file"):
+        assert verb in verbs
+
+
+def test_results_are_those_of_the_files(site: Path, results: ModuleType) -> None:
+    page = shown(site / "results.html")
+    texts = [content for _, content, kind in results.found() if kind == "text"]
+    assert texts
+    for content in texts:
+        for row in content["rows"]:
+            assert f"{row['bpb_recurrent']:.4f}" in page
+    for path, _, _ in results.found():
+        assert path.name in page and (site / "results" / path.name).is_file()
+    assert "<!-- results" not in (site / "results.html").read_text()
+
+
+def test_recall_is_shown_by_distance(results: ModuleType) -> None:
+    facts = {"recipe": "swa-ssss", "depth": 2, "window": 8, "pairs": 4, "variant": "pairs", "steps": 9, "settings": {}}
+    rows = [
+        facts | {"memory": memory, "distance": distance, "seed": seed, "accuracy": accuracy}
+        for memory, distance, seed, accuracy in (
+            ("lifted", "0-1", 0, 1.0),
+            ("recurrent", "0-1", 0, 0.5),
+            ("recurrent", "0-1", 1, 0.7),
+            ("recurrent", "1-2", 0, 0.25),
+        )
+    ]
+    head, _, lifted, recurrent = results.recall({"rows": rows}).splitlines()
+    assert head.endswith("| seeds | memory | 0-1 | 1-2 |")
+    assert lifted.endswith("| 1 | lifted | 1.00 |  |") and recurrent.endswith("| 2 | recurrent | 0.60 | 0.25 |")
+
+
+def test_every_command_that_made_results_exists(results: ModuleType) -> None:
+    for kind in results.KINDS.values():
+        words = kind.command.split()
+        if words[0] == "python":
+            assert (REPOSITORY / words[1]).is_file()
+        elif words[0] == "make":
+            target_exists(words)
+        else:
+            options_exist(words)
+
+
+def test_pictures_are_ours_and_whole() -> None:
+    from xml.etree import ElementTree
+
+    pictures = sorted((REPOSITORY / "docs" / "images").glob("*.svg"))
+    assert {"idea", "window", "reach", "injection", "state", "reading"} <= {path.stem for path in pictures}
+    for path in pictures:
+        ElementTree.parse(path)

@@ -1,0 +1,70 @@
+"""`benchmarks/options.py` runs and tells what it says it does; what the numbers are is not a test's business."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from maglev.objectives import build_objective
+from maglev.recipes import RECIPES, run_config
+
+
+@pytest.fixture(scope="module")
+def script(repository: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("options_benchmark", repository / "benchmarks" / "options.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows_of(script: ModuleType, capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> list[Any]:
+    assert script.main(["--quick", *words]) == status
+    lines = capsys.readouterr().out.strip().splitlines()
+    told = json.loads(lines[-1])
+    assert told["setting"]["quick"] and len(lines) == len(told["rows"]) + 2
+    return told["rows"]
+
+
+def test_options_are_trained_and_set_side_by_side(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
+    words = ["--options", "injection tokens", "teacher", "from swa residual", "--keep", str(tmp_path / "kept")]
+    rows = rows_of(script, capsys, *words, "--out", str(tmp_path / "out.json"))
+    assert [row["option"] for row in rows] == ["injection tokens", "teacher", "from swa residual"]
+    for row in rows:
+        assert row["metric"] == "recall" and 0 <= row["recurrent"] <= 1 and 0 <= row["lifted"] <= 1
+        assert row["contraction_step"] >= 0 and row["train_tokens_per_s"] > 0 and row["step_tokens_per_s"] > 0
+    tokens, teacher, residual = rows
+    assert tokens["state_bytes"] > 1.9 * residual["state_bytes"]
+    assert teacher["prefiller"] == 128 * 192
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == rows
+    # what was kept is not trained again
+    began = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("decoder.safetensors")}
+    again = rows_of(script, capsys, *words)
+    assert {path: path.stat().st_mtime_ns for path in began} == began
+    assert [row["recurrent"] for row in again] == [row["recurrent"] for row in rows]
+
+
+def test_a_text_serves_as_well_and_a_failure_stops_nothing(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], data: Path
+) -> None:
+    words = ["--options", "injection layer_kv", "swa", "--data", str(data), "--set", "model.injection=layer_kv"]
+    failed, row = rows_of(script, capsys, *words, status=1)
+    assert failed["option"] == "swa" and "model.injection" in failed["error"]
+    assert row["metric"] == "bpb" and row["recurrent"] > 0 and row["lifted"] > 0
+
+
+@pytest.mark.parametrize("depth", [2, 4, 8])
+def test_every_option_can_be_built(script: ModuleType, depth: int) -> None:
+    found = script.all_options("maglev-shared-0.1", depth)
+    assert {option.question for option in found.values()} == {
+        "baseline", "injection", "strength", "sharing", "teacher", "start",
+    }  # fmt: skip
+    for option in found.values():
+        assert option.recipe in RECIPES
+        build_objective(run_config(option.recipe, depth, {"model.vocab_size": 61} | option.settings))
