@@ -102,6 +102,7 @@ class LRTObjective(Objective):
                 starts,
                 dtype=decoder.compute_dtype,
                 head_dim=decoder.config.head_dim,
+                kernel=decoder.attention_kernel,
                 entries=decoder.config.entries,
             )
 

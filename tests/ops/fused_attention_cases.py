@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from maglev.ops import fused_attention, reference
+from maglev.model import attention as model_attention
+from maglev.ops import attention, fused_attention, reference
+from maglev.ops.kernels import FUSED
+from maglev.ops.recompute import LEAN_COMPILED
+from tests.helpers import batch_of, gradients, small
 from tests.kernel_cases import DEVICE, INTERPRETED, poisoned_memory, round_like_the_gpu
 
 __all__ = ["poisoned_memory"]
@@ -102,6 +106,45 @@ def test_scores_of_any_size() -> None:
     found = fused_attention.attention(100 * query, 100 * key, value, case.window)
     expected = reference.windowed_attention(100 * query, 100 * key, value, case.window)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tiles", TILES[:1], ids=["long"], indirect=True)
+def test_inputs_and_gradients_of_any_strides() -> None:
+    """Heads first, as others keep them; and a gradient that is one number for all."""
+    case = CASES["grouped"]
+    plain = inputs(case, torch.float32)
+    turned = [each.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for each in plain]
+    expected = torch.autograd.grad(fused_attention.attention(*plain, case.window).sum(), plain)
+    found = torch.autograd.grad(fused_attention.attention(*turned, case.window).sum(), turned)
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("tiles", TILES[:1], ids=["long"], indirect=True)
+def test_compiled_blocks_run_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole objective, its blocks compiled each as one graph, cheap parts computed again: attention is not."""
+    objective = small("maglev-shared-0.1", dtype=torch.float32, depth=1, kv_heads=2).to(DEVICE)
+    tokens, targets = (each.to(DEVICE) for each in batch_of(2, 24))
+    expected = gradients(objective(tokens, targets).total, objective)
+    monkeypatch.setattr(model_attention, "takes_kernels", lambda x: True)
+    monkeypatch.setattr(attention, "choose", lambda case, wanted: (FUSED, ""))
+    torch._dynamo.reset()
+    calls, launch = [], fused_attention.launch
+    monkeypatch.setattr(fused_attention, "launch", lambda *given: (calls.append(given[0]), launch(*given)))
+    for block in objective.decoder.blocks:
+        block.keeping = LEAN_COMPILED
+        block.compile(fullgraph=True, backend="aot_eager")
+    # the helper keeps the graph of its backward, which the compiler would else not allow
+    with torch._functorch.config.patch(donated_buffer=False):
+        found = gradients(objective(tokens, targets).total, objective)
+    # prefiller and decoder
+    passes = 2 * len(objective.decoder.blocks)
+    assert calls == passes * [fused_attention.attend_kernel] + passes * [
+        fused_attention.queries_kernel,
+        fused_attention.keys_kernel,
+    ]
+    for name, wanted in expected.items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_pytorch_finds_nothing_wrong_with_the_op() -> None:
