@@ -92,6 +92,11 @@ class ModelConfig:
         return self.memory == "none" or self.injection == "shared_kv"
 
     @property
+    def gated(self) -> bool:
+        """Whether gates of every layer let memory into its keys and values."""
+        return self.memory != "none" and self.injection in ("shared_kv", "layer_kv")
+
+    @property
     def entries(self) -> int:
         """Keys and values that a position leaves in a layer: its own, mixed with its memory's or followed by them."""
         return 2 if self.injection == "tokens" else 1

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from maglev.errors import RequestError
+from maglev.inference.gates import mean_gate
 from maglev.model.attention import Block
 from maglev.model.chunk import Chunk
 from maglev.model.decoder import Decoder
 from maglev.model.memory import MemoryProjections
 from maglev.model.state import DecoderState, RingCache
-from maglev.ops.decode_steps import Backend, decode_steps
+from maglev.ops.decode_steps import Backend, decode_steps, memory_logits
 from maglev.ops.matrix import ARRIVALS, Matrix, WeightFormat, matrix
 
 if TYPE_CHECKING:
@@ -109,11 +110,11 @@ class FastDecoder:
         return FastChunk(self, tokens, state)
 
     @torch.no_grad()
-    def step_(self, tokens: Tensor, state: DecoderState) -> Tensor:
+    def step_(self, tokens: Tensor, state: DecoderState, gates: list[Tensor] | None = None) -> Tensor:
         """Read one token per row and rewrite `state`. tokens (B,) -> memory (B, D)"""
         memory, position = torch.empty_like(state.memory), torch.empty_like(state.position)
         with self.lock:
-            self.advance(tokens, state, memory, position)
+            self.advance(tokens, state, memory, position, gates)
         state.memory, state.position = memory, position
         return memory
 
@@ -146,9 +147,19 @@ class FastDecoder:
         with self.lock:
             self.recorded_passes.clear()
 
-    def advance(self, tokens: Tensor, state: DecoderState, memory_out: Tensor, position_out: Tensor) -> None:
-        """The step itself: rings in place, memory and position into tensors that may be the state's own."""
-        steps, position = self.steps, state.position
+    def advance(
+        self,
+        tokens: Tensor,
+        state: DecoderState,
+        memory_out: Tensor,
+        position_out: Tensor,
+        gates: list[Tensor] | None = None,
+    ) -> None:
+        """The step itself: rings in place, memory and position into tensors that may be the state's own.
+
+        `gates` gets the logits (B, G) of every layer's memory gate, where there are any.
+        """
+        steps, position, config = self.steps, state.position, self.config
         # kernels start on the current device, wherever their arguments are
         with torch.cuda.device_of(tokens):
             start, cos, sin = steps.begin_step(tokens, self.embedding, position, self.frequencies)
@@ -156,8 +167,10 @@ class FastDecoder:
             x = start
             for weights, ring in zip(self.layers, state.caches, strict=True):
                 x, projected = steps.scale_norm_project(x, start, weights.scales, weights.stacked)
+                if gates is not None and features is not None:
+                    gates.append(memory_logits(projected, config.kv_heads, config.head_dim, config.heads))
                 attended = steps.ring_attend(
-                    projected, features, ring.key, ring.value, position, cos, sin, self.arrivals, self.config.heads
+                    projected, features, ring.key, ring.value, position, cos, sin, self.arrivals, config.heads
                 )
                 x = steps.project_add(x, attended, weights.output)
                 x = steps.project_add(x, steps.norm_project_relu2(x, weights.up), weights.down)
@@ -204,7 +217,9 @@ def fill_rows(into: DecoderState, state: DecoderState) -> None:
 @dataclass
 class CapturedStep:
     graph: torch.cuda.CUDAGraph
-    logits: Tensor  # (bucket, V), rewritten by every replay
+    # rewritten by every replay
+    logits: Tensor  # (bucket, V)
+    gates: Tensor | None  # (bucket,), where it was asked for and the network has some
 
 
 class GraphStepper:
@@ -212,6 +227,8 @@ class GraphStepper:
 
     `begin` copies a state in, `step` advances it, `state` copies it out. With `greedy`, each step ends by choosing the
     most likely tokens, and `step()` without tokens goes on with them: nothing then waits for the host.
+
+    Watched steps, which tell the gates too, have graphs of their own: the others do nothing for them.
     """
 
     def __init__(self, decoder: FastDecoder, largest: int = 1, *, greedy: bool = False) -> None:
@@ -223,26 +240,29 @@ class GraphStepper:
         bucket = bucket_for(largest)
         self.buffers = decoder.initial_state(bucket)
         self.tokens = torch.zeros(bucket, dtype=torch.int64, device=decoder.device)
-        self.captured: dict[int, CapturedStep] = {}
+        # by bucket, and whether they are watched
+        self.captured: dict[tuple[int, bool], CapturedStep] = {}
+        self.last: CapturedStep | None = None
         self.pool = torch.cuda.graph_pool_handle()
         self.rows = 0
 
     @torch.inference_mode()
-    def begin(self, state: DecoderState) -> None:
-        """Go on from here. The graph is captured first, since trying it out rewrites the buffers."""
+    def begin(self, state: DecoderState, *, watched: bool = False) -> None:
+        """Go on from here. The graphs are captured first, since trying them out rewrites the buffers."""
         rows, room = state.batch_size, self.tokens.shape[0]
         if rows > room:
             raise RequestError(f"{rows} rows do not fit into {room}; make GraphStepper with largest={rows}")
         bucket = bucket_for(rows)
         with self.decoder.lock:
-            if bucket not in self.captured:
-                self.captured[bucket] = self.capture(bucket)
+            for key in [(bucket, False), (bucket, True)] if watched else [(bucket, False)]:
+                if key not in self.captured:
+                    self.captured[key] = self.capture(*key)
             fill_rows(first_rows(self.buffers, bucket), state)
             self.tokens[rows:bucket].zero_()
-        self.rows = rows
+        self.rows, self.last = rows, None
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor | None = None) -> Tensor:
+    def step(self, tokens: Tensor | None = None, *, watched: bool = False) -> Tensor:
         """tokens (B,) -> logits (B, V) in float32, valid until the next step."""
         if not self.rows:
             raise RequestError("GraphStepper has no state yet; call begin(state) first")
@@ -250,12 +270,20 @@ class GraphStepper:
             raise RequestError("only a greedy GraphStepper goes on without tokens; give tokens or greedy=True")
         if tokens is not None and tokens.shape != (self.rows,):
             raise RequestError(f"tokens have shape {tuple(tokens.shape)}; the state has {self.rows} rows")
-        captured = self.captured[bucket_for(self.rows)]
+        captured = self.captured.get((bucket_for(self.rows), watched))
+        if captured is None:
+            raise RequestError("these steps are not watched; call begin(state, watched=True) first")
         with self.decoder.lock:
             if tokens is not None:
                 self.tokens[: self.rows].copy_(tokens)
             captured.graph.replay()
+        self.last = captured
         return captured.logits[: self.rows]
+
+    def gates(self) -> Tensor | None:
+        """(B,), how far the memory gates stood open in the last step, if that was watched."""
+        found = None if self.last is None else self.last.gates
+        return None if found is None else found[: self.rows]
 
     @torch.inference_mode()
     def logits(self) -> Tensor:
@@ -288,7 +316,7 @@ class GraphStepper:
 
     def end(self) -> None:
         """The buffers stay, since the graphs are on them."""
-        self.rows = 0
+        self.rows, self.last = 0, None
 
     @property
     def nbytes(self) -> int:
@@ -296,15 +324,16 @@ class GraphStepper:
         return self.buffers.nbytes + logits
 
     @torch.inference_mode()
-    def capture(self, bucket: int) -> CapturedStep:
+    def capture(self, bucket: int, watched: bool) -> CapturedStep:
         buffers, tokens = first_rows(self.buffers, bucket), self.tokens[:bucket]
 
-        def work() -> Tensor:
-            self.decoder.advance(tokens, buffers, buffers.memory, buffers.position)
+        def work() -> tuple[Tensor, Tensor | None]:
+            gates: list[Tensor] | None = [] if watched else None
+            self.decoder.advance(tokens, buffers, buffers.memory, buffers.position, gates)
             logits = self.decoder.readout(buffers.memory)
             if self.greedy:
                 torch.argmax(logits, dim=-1, out=tokens)
-            return logits
+            return logits, mean_gate(gates or [])
 
         device = self.decoder.device
         with self.decoder.lock, torch.cuda.device(device):
@@ -318,5 +347,5 @@ class GraphStepper:
             graph = torch.cuda.CUDAGraph()
             # what other threads ask of the GPU meanwhile is no part of this and no error
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                logits = work()
-        return CapturedStep(graph, logits)
+                logits, gates = work()
+        return CapturedStep(graph, logits, gates)

@@ -1,8 +1,10 @@
 """A reader's state as an object: fork it, save it, go on from it. It belongs to one model, by fingerprint."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -72,23 +74,39 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def load_state(path: str | Path, decoder: Decoder, fingerprint: str) -> State:
-    """Read a state back. Another model's is refused, and so is a file that is cut short or not a state."""
-    empty = decoder.initial_state(1)
+@contextmanager
+def opened(path: str | Path) -> Iterator[Any]:
+    """A saved state as a file of safetensors. One that is cut short or not a state is refused."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
+            if (file.metadata() or {}).get("format") != FORMAT:
                 raise RequestError(f"{path} is not a saved state; save one with state.save(path)")
-            if metadata.get("model") != fingerprint:
-                raise RequestError(f"{path} is the state of another model; load it with the model that made it")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if metadata.get("sha256") != checksum(tensors):
-                raise WorkError(f"{path} is damaged: its content does not match its checksum")
+            yield file
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist; save a state with state.save(path)") from None
     except (SafetensorError, OSError) as error:
         raise WorkError(f"{path} cannot be read as a state, it is cut short or damaged: {error}") from None
+
+
+def saved_position(path: str | Path) -> int:
+    """Tokens that a saved state has read, without loading it."""
+    with opened(path) as file:
+        position = file.get_tensor("position")
+    if position.numel() != 1:
+        raise WorkError(f"{path} is damaged: position is of another shape")
+    return int(position)
+
+
+def load_state(path: str | Path, decoder: Decoder, fingerprint: str) -> State:
+    """Read a state back. Another model's is refused, and so is a file that is cut short or not a state."""
+    empty = decoder.initial_state(1)
+    with opened(path) as file:
+        metadata = file.metadata()
+        if metadata.get("model") != fingerprint:
+            raise RequestError(f"{path} is the state of another model; load it with the model that made it")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if metadata.get("sha256") != checksum(tensors):
+            raise WorkError(f"{path} is damaged: its content does not match its checksum")
 
     def take(name: str, like: Tensor) -> Tensor:
         found = tensors.get(name)

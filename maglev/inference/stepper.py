@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from maglev.inference.fast_step import FastDecoder, GraphStepper, bucket_for
+from maglev.inference.gates import mean_gate, recorded_gates
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 
@@ -23,13 +24,18 @@ LEAST_REPLAYED = 16
 class Stepper(Protocol):
     """`begin` copies a state in, `step` goes on from there; what is given out is either a copy or logits (B, V)."""
 
-    def begin(self, state: DecoderState) -> None: ...
+    def begin(self, state: DecoderState, *, watched: bool = False) -> None:
+        """With `watched`, steps may be watched."""
 
     def logits(self) -> Tensor:
         """Of the tokens after the last ones read."""
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, *, watched: bool = False) -> Tensor:
         """tokens (B,) from anywhere -> the logits after them, valid until the next step."""
+
+    def gates(self) -> Tensor | None:
+        """How far the memory gates stood open in the last step, (B,), valid until the next one. None where that was not
+        watched, or where no gates let memory into keys and values."""
 
     def memory(self) -> Tensor:
         """Of the last tokens read, (B, D); a copy."""
@@ -56,17 +62,35 @@ class EagerStepper:
 
     def __init__(self, steps: Decoder | FastDecoder) -> None:
         self.steps = steps
+        self.open: Tensor | None = None
 
-    def begin(self, state: DecoderState) -> None:
-        self.running = state.clone()
+    def begin(self, state: DecoderState, *, watched: bool = False) -> None:
+        self.running, self.open = state.clone(), None
 
     @torch.inference_mode()
     def logits(self) -> Tensor:
         return self.steps.readout(self.running.memory)
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor) -> Tensor:
-        return self.steps.readout(self.steps.step_(tokens.to(self.steps.device), self.running))
+    def step(self, tokens: Tensor, *, watched: bool = False) -> Tensor:
+        tokens = tokens.to(self.steps.device)
+        self.open = self.watched_step(tokens) if watched else None
+        if not watched:
+            self.steps.step_(tokens, self.running)
+        return self.steps.readout(self.running.memory)
+
+    def watched_step(self, tokens: Tensor) -> Tensor | None:
+        """-> the gates"""
+        if isinstance(self.steps, FastDecoder):
+            found: list[Tensor] = []
+            self.steps.step_(tokens, self.running, found)
+            return mean_gate(found)
+        with recorded_gates(self.steps) as gates:
+            self.steps.step_(tokens, self.running)
+        return mean_gate(gates)
+
+    def gates(self) -> Tensor | None:
+        return self.open
 
     def memory(self) -> Tensor:
         return self.running.memory.clone()
@@ -83,6 +107,7 @@ class EagerStepper:
 
     def end(self) -> None:
         vars(self).pop("running", None)
+        self.open = None
 
     @property
     def nbytes(self) -> int:

@@ -134,8 +134,7 @@ def injection_of(config: ModelConfig) -> Injection | None:
 
 def gates_of(config: ModelConfig) -> MemoryGates | None:
     """A layer's part where memory is mixed into K/V. `tokens` needs none: there the queries choose."""
-    mixed = config.memory != "none" and config.injection in ("shared_kv", "layer_kv")
-    return MemoryGates(config) if mixed else None
+    return MemoryGates(config) if config.gated else None
 
 
 def stream_of(config: ModelConfig) -> ResidualGate | CrossAttention | None:

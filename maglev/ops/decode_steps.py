@@ -158,6 +158,12 @@ def mixed_features(
     return query, key, value
 
 
+def memory_logits(projected: Tensor, kv_heads: int, head_dim: int, heads: int) -> Tensor:
+    """Of the memory gate, (N, G): a view of what `mixed_features` takes where there is memory."""
+    first = (heads + 2 * kv_heads) * head_dim + kv_heads
+    return projected[:, first : first + kv_heads]
+
+
 def chunk_attend(
     projected: Tensor,
     memory_projected: Tensor | None,

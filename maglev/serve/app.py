@@ -27,6 +27,7 @@ from maglev.serve.limits import Limits
 from maglev.serve.metrics import Metrics
 from maglev.serve.page import page_response
 from maglev.serve.planning import check_request, make_plan
+from maglev.serve.rows import memory_facts
 from maglev.serve.schema import ERRORS, CompletionRequest, ForkRequest
 from maglev.serve.sessions import SESSION_NAME, Sessions
 from maglev.serve.wire import session_object
@@ -63,6 +64,7 @@ class Server:
             "max_tokens": self.limits.max_tokens,
             "state_bytes": state_nbytes(config, size),
             "full_attention_bytes_per_token": full_attention_nbytes(config, 1, size),
+            "memory": memory_facts(config),
         }
 
     def check_model(self, name: str) -> None:
@@ -183,7 +185,10 @@ def add_session_routes(app: FastAPI) -> None:
 
     @app.get("/v1/sessions/{name}", responses=ERRORS, response_model=None)
     async def session(name: SessionName, request: Request) -> Response:
-        return json_response(session_object(await asyncio.to_thread(server_of(request).sessions.find, name)))
+        """One of them, and how many tokens it has read and written."""
+        kept = server_of(request).sessions
+        found = await asyncio.to_thread(kept.find, name)
+        return json_response({**session_object(found), "tokens": await asyncio.to_thread(kept.tokens, name)})
 
     @app.delete("/v1/sessions/{name}", responses=ERRORS, response_model=None)
     async def remove(name: SessionName, request: Request) -> Response:

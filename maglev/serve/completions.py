@@ -15,7 +15,7 @@ from maglev.serve.engine import Engine
 from maglev.serve.faults import Fault, json_text
 from maglev.serve.metrics import Metrics
 from maglev.serve.planning import Plan
-from maglev.serve.rows import Piece, PromptRead, TokenScore
+from maglev.serve.rows import MEMORY_FACTS, Piece, PromptRead, TokenScore
 from maglev.serve.schema import CompletionRequest
 from maglev.serve.sessions import Session, Sessions
 from maglev.serve.wire import Envelope, Usage, choice_object, logprobs_object, session_object
@@ -120,7 +120,7 @@ class Exchange:
     def part_of(self, piece: Piece) -> dict[str, Any]:
         offset = len(self.plan.prompts[piece.choice].text) if self.body.echo else 0
         found = choice_object(piece.choice, piece.text, self.logprobs(piece.scores, offset), piece.finished)
-        return found if piece.changes is None else {**found, "memory_change": piece.changes}
+        return {**found, **piece.watched}
 
     def logprobs(self, scores: list[TokenScore], offset: int) -> dict[str, Any] | None:
         return None if self.body.logprobs is None else logprobs_object(self.tokenizer, scores, offset)
@@ -157,8 +157,8 @@ def extend(whole: dict[str, Any], part: dict[str, Any]) -> None:
     """Join a later part of a choice to what came before."""
     whole["text"] += part["text"]
     whole["finish_reason"] = part["finish_reason"]
-    if "memory_change" in part:
-        whole["memory_change"] = whole.get("memory_change", []) + part["memory_change"]
+    for name in set(MEMORY_FACTS) & set(part):
+        whole[name] = whole.get(name, []) + part[name]
     if part["logprobs"] is not None:
         for name, values in part["logprobs"].items():
             whole["logprobs"][name] += values

@@ -16,7 +16,7 @@ from maglev.inference.streaming import TextStream, stop_strings
 from maglev.serve.faults import Fault
 from maglev.serve.limits import Limits
 from maglev.serve.prefixes import boundaries
-from maglev.serve.rows import Job, ServedRow
+from maglev.serve.rows import Job, ServedRow, memory_facts
 from maglev.serve.schema import CompletionRequest
 from maglev.serve.wire import token_offsets
 
@@ -118,10 +118,11 @@ def make_plan(body: CompletionRequest, lm: LanguageModel, limits: Limits, start:
     deadline = time.monotonic() + limits.seconds
     # a chunk that is longer than one pass reaches would take passes to no end
     chunk = min(limits.chunk, default_chunk(lm.decoder.config))
+    told = memory_facts(lm.decoder.config) if body.memory else []
     jobs = []
     for number, prompt in enumerate(prompts):
         choices = range(number * each, (number + 1) * each)
-        rows = [row_of(body, prompt, choice, (seed + choice - choices[0]) % SEED_LIMIT) for choice in choices]
+        rows = [row_of(body, prompt, choice, (seed + choice - choices[0]) % SEED_LIMIT, told) for choice in choices]
         tokens = prompt.tokens if start is not None else [lm.tokenizer.bos_id, *prompt.tokens]
         scored = bool(body.echo) and body.logprobs is not None
         jobs.append(
@@ -141,7 +142,7 @@ def make_plan(body: CompletionRequest, lm: LanguageModel, limits: Limits, start:
     return Plan(jobs, of_choices, sum(len(prompt.tokens) for prompt in prompts))
 
 
-def row_of(body: CompletionRequest, prompt: Prompt, choice: int, seed: int) -> ServedRow:
+def row_of(body: CompletionRequest, prompt: Prompt, choice: int, seed: int, told: list[str]) -> ServedRow:
     def given(value: float | None, default: float) -> float:
         return default if value is None else value
 
@@ -160,5 +161,5 @@ def row_of(body: CompletionRequest, prompt: Prompt, choice: int, seed: int) -> S
         choice=choice,
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         top=body.logprobs,
-        changes=[] if body.memory else None,
+        watched={name: [] for name in told},
     )

@@ -7,10 +7,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from maglev.config import ModelConfig
 from maglev.inference.batch import Row
 from maglev.inference.state import State
 from maglev.serve.faults import Fault
 from maglev.serve.prefixes import Boundary
+
+MEMORY_FACTS = ("memory_change", "memory_gate")
+
+
+def memory_facts(config: ModelConfig) -> list[str]:
+    """What there is to tell of each token: a network may have no memory, or take it in without gates."""
+    return [name for name in MEMORY_FACTS if config.gated or (config.memory != "none" and name == "memory_change")]
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,8 @@ class Piece:
     tokens: int
     finished: str = ""
     state: State | None = None
-    # of the memory by each token, where it was asked for
-    changes: list[float] | None = None
+    # what each token did to the memory, by its name in the answer, as far as it was asked for
+    watched: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,8 @@ class ServedRow(Row):
     top: int | None = None
     shown: int = 0
     unsent: list[TokenScore] = field(default_factory=list)
-    # how much each token changed the memory, since the last piece; None: nobody asked
-    changes: list[float] | None = None
+    # what each token did to the memory since the last piece, of every name in MEMORY_FACTS that was asked for
+    watched: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def scored(self) -> bool:
@@ -96,8 +104,8 @@ class ServedRow(Row):
         cut = self.shown if self.finished in ("", "stop") else self.shown + 1
         ready = [each for each in self.unsent if each.offset < cut]
         self.unsent = self.unsent[len(ready) :]
-        changes, self.changes = self.changes, None if self.changes is None else []
-        return Piece(self.choice, text, ready, len(self.tokens), self.finished, state, changes)
+        watched, self.watched = self.watched, {name: [] for name in self.watched}
+        return Piece(self.choice, text, ready, len(self.tokens), self.finished, state, watched)
 
 
 @dataclass(eq=False, repr=False)

@@ -45,7 +45,7 @@ class CompletionRequest(Body):
     top_k: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    memory: Annotated[bool | None, Field(description="Tell how much each token changed the memory.")] = None
+    memory: Annotated[bool | None, Field(description="Tell memory change and memory gate of each token.")] = None
     session: Annotated[Name | None, Field(description="Go on from this state.")] = None
     save_as: Annotated[Name | None, Field(description="Keep the state after the text under this name.")] = None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from maglev.errors import RequestError, WorkError
 from maglev.files import TEMPORARY_PREFIX, write_bytes
 from maglev.inference.engine import LanguageModel
-from maglev.inference.state import State
+from maglev.inference.state import State, saved_position
 from maglev.serve.faults import Fault
 
 log = logging.getLogger("maglev.serve")
@@ -100,12 +100,23 @@ class Sessions:
         return Session(name, facts.st_size, facts.st_mtime)
 
     def load(self, name: str) -> State:
-        self.find(name)
-        path = self.path(name)
-        try:
+        with self.readable(name) as path:
             state = self.lm.load_state(path)
             # its time begins anew with every use
             path.touch()
+        return state
+
+    def tokens(self, name: str) -> int:
+        """How many it has read, those it wrote among them; BOS does not count, as in a prompt."""
+        with self.readable(name) as path:
+            return max(0, saved_position(path) - 1)
+
+    @contextmanager
+    def readable(self, name: str) -> Iterator[Path]:
+        self.find(name)
+        path = self.path(name)
+        try:
+            yield path
         except (RequestError, WorkError) as error:
             if not path.exists():
                 raise unknown(name) from None
@@ -116,7 +127,6 @@ class Sessions:
                 param="session",
                 code="session_unusable",
             ) from None
-        return state
 
     @contextmanager
     def promise(self, name: str) -> Iterator[None]:

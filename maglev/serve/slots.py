@@ -69,7 +69,7 @@ class Group:
         self.rows: list[ServedRow | None] = [None] * size
         # rows that have read nothing here yet: their first token comes from the state they brought
         self.fresh: list[int] = []
-        stepper.begin(lm.decoder.initial_state(size))
+        stepper.begin(lm.decoder.initial_state(size), watched=lm.decoder.config.gated)
         self.logits = stepper.logits()
 
     @property
@@ -100,11 +100,11 @@ class Group:
         tokens = draw(self.lm, self.rows, self.current_logits())
         # the end of a document is drawn and not read
         states = self.states_of("end")
-        watched = [row for row in self.rows if row is not None and row.changes is not None and row.finished != "end"]
+        watched = {slot: row for slot, row in enumerate(self.rows) if row and row.watched and row.finished != "end"}
         before = self.stepper.memory() if watched else None
-        self.logits = self.stepper.step(torch.tensor(tokens))
+        self.logits = self.stepper.step(torch.tensor(tokens), watched=bool(watched))
         if before is not None:
-            self.note_changes(before)
+            self.note(watched, before)
         states |= self.states_of("stop", "length")
         found = []
         for slot, (job, row) in enumerate(zip(self.jobs, self.rows)):
@@ -117,12 +117,15 @@ class Group:
                 self.free(slot)
         return found
 
-    def note_changes(self, before: Tensor) -> None:
-        """||m_t - m_{t-1}|| / ||m_t|| for those that asked. before (B, D)"""
-        changes = relative_changes(before[:, None], self.stepper.memory()[:, None]).tolist()
-        for row, change in zip(self.rows, changes):
-            if row is not None and row.changes is not None and row.finished != "end":
-                row.changes.append(change)
+    def note(self, watched: dict[int, ServedRow], before: Tensor) -> None:
+        """||m_t - m_{t-1}|| / ||m_t|| and the mean gate, for those that asked. before (B, D)"""
+        found = {"memory_change": relative_changes(before[:, None], self.stepper.memory()[:, None]).tolist()}
+        gates = self.stepper.gates()
+        if gates is not None:
+            found["memory_gate"] = gates.tolist()
+        for slot, row in watched.items():
+            for name, values in row.watched.items():
+                values.append(found[name][slot])
 
     def states_of(self, *endings: str) -> dict[int, State]:
         return {

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from maglev.bench import train, train_worker
+from maglev.bench.lines import Lines
 from maglev.bench.trace import kinds_of_ops
 from maglev.bench.train import BASELINE, COMPARED, growth, known_recipes, scaling_axes, summary, train_plan
-from maglev.bench.train_worker import PARTS, Order, RandomTask, Silent, as_json, split_by_part
+from maglev.bench.train_worker import PARTS, Order, RandomTask, as_json, split_by_part
 from maglev.errors import RequestError, WorkError
 from maglev.model.accounting import objective_flops
 from maglev.recipes import run_config
@@ -28,7 +29,7 @@ def order(recipe: str, **changed: Any) -> Order:
 def test_every_part_of_the_trainers_own_step_is_found(recipe: str) -> None:
     asked = order(recipe)
     config = run_config(recipe, 1, asked.settings[0])
-    trainer = Trainer(config, RandomTask(256), Path(), Ranks(0, 1, 0, CPU), Silent())
+    trainer = Trainer(config, RandomTask(256), Path(), Ranks(0, 1, 0, CPU), Lines())
     before = trainer.objective.decoder.readout.weight.clone()
     times = split_by_part(trainer)
     assert set(times) == {*PARTS, "rest"}

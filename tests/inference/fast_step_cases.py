@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from maglev.errors import RequestError
 from maglev.inference import fast_read, fast_step
 from maglev.inference.fast_step import BUCKETS, FastDecoder, GraphStepper
 from maglev.inference.reading import read_
@@ -11,6 +12,7 @@ from maglev.model.state import DecoderState, RingCache
 from maglev.ops import fused_decode, fused_product, fused_ring
 from tests.helpers import assert_same_state, random_tokens, small
 from tests.inference.test_fast_step import RECIPES, follow, ragged_state, tiny
+from tests.inference.test_gates import watched
 from tests.kernel_cases import DEVICE, INTERPRETED, round_like_the_gpu
 
 if INTERPRETED:
@@ -64,6 +66,12 @@ def decoder_rows(state: DecoderState, rows: slice) -> DecoderState:
     return DecoderState(caches, state.memory[rows].clone(), state.position[rows].clone())
 
 
+def test_gates_equal_the_decoder_s_own() -> None:
+    decoder, tokens = tiny("maglev-shared-0.1", DEVICE, kv_heads=1), random_tokens(1, 2).to(DEVICE)
+    found, expected = watched(FastDecoder(decoder, "triton"), tokens), watched(decoder, tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 class GraphCases:
     @pytest.mark.parametrize("rows", [1, 3, 17])
     @pytest.mark.parametrize("recipe", RECIPES)
@@ -90,6 +98,24 @@ class GraphCases:
         stepper.step(token.repeat(4))
         stepper.begin(fast.initial_state(1))
         assert torch.equal(stepper.step(token), before)
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_watched_steps_are_the_others_and_tell_their_gates(self, recipe: str) -> None:
+        decoder, tokens = tiny(recipe, DEVICE), random_tokens(3, 12).to(DEVICE)
+        expected = watched(decoder, tokens)
+        fast = FastDecoder(decoder)
+        plain, stepper = GraphStepper(fast, largest=4), GraphStepper(fast, largest=4)
+        for each in (plain, stepper):
+            each.begin(fast.initial_state(3), watched=each is stepper)
+        for slot, token in enumerate(tokens.T):
+            asked = slot % 3 > 0
+            assert torch.equal(stepper.step(token, watched=asked), plain.step(token))
+            gates = stepper.gates()
+            assert (gates is not None) == (asked and expected is not None)
+            if gates is not None and expected is not None:
+                torch.testing.assert_close(gates, expected[:, slot], rtol=1e-4, atol=1e-4)
+        with pytest.raises(RequestError, match="watched=True"):
+            plain.step(tokens[:, 0], watched=True)
 
     def test_recorded_passes_equal_the_decoder_s_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two prompts, several chunks each, so that recordings meet other tokens and another past."""

@@ -141,7 +141,7 @@ def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = FastDecoder(tiny("maglev-shared-0.1"), "torch")
     state, seen, advance, modes = fast.initial_state(1), [], fast.advance, []
 
-    def watched(*arguments: Any) -> None:
+    def seen_advance(*arguments: Any) -> None:
         seen.append(("work", taken(fast.lock)))
         advance(*arguments)
 
@@ -149,7 +149,7 @@ def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         modes.append(capture_error_mode)
         return nullcontext()
 
-    vars(fast)["advance"] = watched
+    vars(fast)["advance"] = seen_advance
     fast.step_(torch.tensor([5]), state)
     stream = SimpleNamespace(wait_stream=lambda other: None)
     replayed = SimpleNamespace(replay=lambda: seen.append(("replay", taken(fast.lock))))
@@ -163,7 +163,7 @@ def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         graph=graph,
     )
     stepper = object.__new__(GraphStepper)
-    vars(stepper).update(decoder=fast, greedy=False, buffers=fast.initial_state(2), captured={}, pool=None, rows=0)
+    vars(stepper).update(decoder=fast, greedy=False, buffers=fast.initial_state(2), captured={}, pool=None)
     stepper.tokens = torch.zeros(2, dtype=torch.int64)
     monkeypatch.setattr(torch, "cuda", cuda)
     stepper.begin(state)
@@ -172,6 +172,16 @@ def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not taken(fast.lock)
     # buffers and logits, whatever the rows were
     stepper.end()
-    assert stepper.nbytes == stepper.buffers.nbytes + stepper.captured[1].logits.numel() * 4
+    assert stepper.nbytes == stepper.buffers.nbytes + stepper.captured[1, False].logits.numel() * 4
     with pytest.raises(RequestError, match="begin"):
         stepper.step(torch.tensor([6]))
+    # a watched step has a graph of its own, and what it tells is cut to the rows in use
+    stepper.begin(state)
+    with pytest.raises(RequestError, match="watched=True"):
+        stepper.step(torch.tensor([6]), watched=True)
+    stepper.begin(fast.initial_state(2), watched=True)
+    assert stepper.step(torch.tensor([6, 7]), watched=True).shape == (2, fast.config.vocab_size)
+    gates = stepper.gates()
+    assert gates is not None and gates.shape == (2,) and set(stepper.captured) == {(1, False), (2, False), (2, True)}
+    stepper.step(torch.tensor([6, 7]))
+    assert stepper.gates() is None

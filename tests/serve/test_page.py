@@ -3,11 +3,14 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
+from tests.processes import Processes
 from tests.serve.browser import Browser, browsing
-from tests.serve.running import NAME, Running
+from tests.serve.running import NAME, Running, serving
+from tests.small_runs import Train
 
 SIZES = {"phone": (390, 844, True), "desktop": (1200, 800, False)}
 WRITTEN = "document.querySelectorAll('#text .written').length"
@@ -102,6 +105,89 @@ def test_the_state_stays_and_the_cache_grows(browser: Browser, server: Running) 
     assert browser.complaints == []
 
 
+@pytest.mark.parametrize(("size", "scheme"), [("phone", "light"), ("desktop", "dark")])
+def test_memory_is_drawn_token_by_token(browser: Browser, server: Running, size: str, scheme: str) -> None:
+    browser.scheme(scheme)
+    opened(browser, server, size)
+    set_value(browser, "temperature", 0)
+    set_value(browser, "length", 130)
+    spoken = "document.getElementById('trace').getAttribute('aria-label')"
+    assert browser.value(spoken) == "No token is written yet."
+    browser.value("write()")
+    browser.until(f"{enabled('write')} && now.base")
+    (choice,) = server.complete(prompt="Once upon a time", max_tokens=130, temperature=0, memory=True)["choices"]
+    changes, gates = choice["memory_change"], choice["memory_gate"]
+    # a bar for each of the last tokens, in a lane of its own for each of the two
+    drawn = "[...document.querySelectorAll('#trace path')].map(path => path.getAttribute('d').split('M').length - 1)"
+    assert browser.value(drawn) == [100, 100]
+    assert colours(browser, "#trace path") == colours(browser, ".key b.flat, .key b.gate", "color")
+    assert f"memory change {changes[-1]:.2f}, {mean(changes[-100:]):.2f} on average" in browser.value(spoken)
+    assert f"memory gate {gates[-1]:.2f}, {mean(gates[-100:]):.2f} on average" in browser.value(spoken)
+    titles = browser.value("[...document.querySelectorAll('#text .written')].map(token => token.title)")
+    assert f"memory change {changes[0]:.3f}, memory gate {gates[0]:.3f}" in titles[0]
+
+    browser.tab_to("table")
+    browser.press("Enter")
+    browser.until("document.getElementById('rows').getBoundingClientRect().height > 0")
+    columns = browser.value("[...document.querySelectorAll('#columns th')].map(cell => cell.textContent)")
+    assert columns == ["token", "probability", "memory change", "memory gate"]
+    rows = browser.value("[...at('rows').rows].map(row => [...row.cells].map(cell => cell.textContent))")
+    assert [row[2:] for row in rows] == [[f"{a:.3f}", f"{b:.3f}"] for a, b in zip(changes, gates)][:-101:-1]
+    browser.press("Tab")
+    assert browser.value("document.activeElement.classList.contains('scroll')"), "the table cannot be scrolled by keys"
+    assert browser.value("document.documentElement.scrollWidth <= window.innerWidth"), "it scrolls sideways"
+    # another text begins anew
+    set_value(browser, "length", 3)
+    browser.value("write()")
+    browser.until(f"{enabled('write')} && now.written === 3")
+    assert browser.value(drawn) == [3, 3] and browser.value("at('rows').rows.length") == 3
+    assert browser.complaints == []
+
+
+def colours(browser: Browser, selector: str, name: str = "stroke") -> list[str]:
+    """Those that are seen, each once."""
+    shown = f"[...document.querySelectorAll('{selector}')].map(each => getComputedStyle(each)['{name}'])"
+    return list(dict.fromkeys(browser.value(shown)))
+
+
+def test_of_a_model_without_memory_nothing_is_said_about_it(
+    browser: Browser, processes: Processes, trained: Train, tmp_path: Path
+) -> None:
+    with serving(processes, trained("swa-ssss"), tmp_path) as server:
+        (choice,) = server.complete(prompt="a", max_tokens=3, memory=True)["choices"]
+        assert not any("memory" in name for name in choice)
+        opened(browser, server, "desktop")
+        set_value(browser, "length", 20)
+        browser.value("write()")
+        browser.until(f"{enabled('write')} && now.base")
+        assert "emory" not in browser.value("document.body.innerText")
+        assert browser.value("now.written") == 20 and len(set(styles(browser, "--odd"))) > 3
+    assert browser.complaints == []
+
+
+def test_a_length_that_is_none_writes_nothing(browser: Browser, server: Running) -> None:
+    opened(browser, server, "desktop")
+    for wrong in ("", 0, 10**9):
+        set_value(browser, "length", wrong)
+        browser.value("write()")
+        assert browser.value("document.activeElement.id") == "length" and browser.value(enabled("write"))
+    assert browser.value(TEXT) == ""
+
+
+def test_a_session_goes_on_with_what_it_has_read(browser: Browser, server: Running) -> None:
+    usage = server.complete(prompt="Once upon a time", max_tokens=30, save_as="long-tale")["usage"]
+    opened(browser, server, "desktop")
+    browser.value("at('sessions').value = 'long-tale'; choose()")
+    assert browser.value("at('read').textContent") == str(usage["total_tokens"])
+    set_value(browser, "length", 5)
+    browser.value("goOn()")
+    browser.until(f"{enabled('write')} && now.written === 5")
+    assert browser.value("now.read") == usage["total_tokens"] and browser.value("at('cache').textContent") != "0 B"
+    server.ask("DELETE", "/v1/sessions/long-tale")
+    browser.value("at('sessions').value = 'long-tale'; choose()")
+    browser.until("document.getElementById('said').classList.contains('wrong')")
+
+
 def test_an_error_is_shown_and_not_thrown(browser: Browser, server: Running) -> None:
     opened(browser, server, "desktop")
     browser.value("facts.name = 'another'")
@@ -127,8 +213,11 @@ def test_the_page_is_one_file_and_runs_nothing_else(server: Running) -> None:
     assert "default-src 'none'" in policy and "unsafe" not in policy
 
 
-def test_memory_change_is_told_where_it_is_asked_for(server: Running) -> None:
+def test_memory_is_told_where_it_is_asked_for(server: Running) -> None:
     (choice,) = server.complete(prompt="a", max_tokens=7, temperature=0, memory=True)["choices"]
     assert len(choice["memory_change"]) == 7 and all(0 < change < 3 for change in choice["memory_change"])
-    (choice,) = server.complete(prompt="a", max_tokens=7, temperature=0)["choices"]
-    assert "memory_change" not in choice
+    assert len(choice["memory_gate"]) == 7 and all(0 < gate < 2 for gate in choice["memory_gate"])
+    (model,) = server.ask("GET", "/v1/models").json["data"]
+    assert model["memory"] == ["memory_change", "memory_gate"]
+    (plain,) = server.complete(prompt="a", max_tokens=7, temperature=0)["choices"]
+    assert set(choice) - set(plain) == set(model["memory"]) and plain["text"] == choice["text"]

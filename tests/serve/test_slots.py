@@ -121,6 +121,36 @@ def test_the_state_comes_with_the_end(lm: LanguageModel) -> None:
     assert all(piece.state is None for piece in pieces[:-1])
 
 
+def test_what_memory_does_is_told_to_those_who_asked(lm: LanguageModel) -> None:
+    asked, other, alone = (job(lm, max_tokens=9, memory=memory) for memory in (True, False, False))
+    slots = Slots(lm, 2)
+    put(slots, other)
+    put(slots, asked)
+    pieces = [found for _ in range(9) for found in slots.step()]
+    told = {
+        name: [value for own, piece in pieces if own is asked for value in piece.watched[name]]
+        for name in ("memory_change", "memory_gate")
+    }
+    assert [len(values) for values in told.values()] == [9, 9]
+    assert all(not piece.watched for own, piece in pieces if own is other)
+    # asking changes no text, neither one's own nor another's
+    put(slots, alone)
+    found = scores_of(slots, alone)
+    for each in (asked, other):
+        assert [score.logprob for own, piece in pieces if own is each for score in piece.scores] == found
+    # the same values as of the tokens by themselves
+    stepper = EagerStepper(lm.decoder)
+    assert asked.state is not None
+    stepper.begin(asked.state.inner)
+    expected = []
+    for token in asked.rows[0].tokens:
+        stepper.step(torch.tensor([token]), watched=True)
+        gates = stepper.gates()
+        assert gates is not None
+        expected.append(float(gates))
+    assert told["memory_gate"] == pytest.approx(expected, abs=1e-6) and len(set(expected)) > 1
+
+
 def test_whoever_leaves_frees_the_slot(lm: LanguageModel) -> None:
     slots = Slots(lm, 2)
     mine, other = job(lm, max_tokens=50), job(lm, max_tokens=50)

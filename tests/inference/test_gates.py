@@ -1,0 +1,88 @@
+"""How far the memory gates stand open in a step, whoever computes it, and that telling it changes nothing."""
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from maglev.config import InjectionKind
+from maglev.inference.fast_step import FastDecoder
+from maglev.inference.stepper import EagerStepper
+from maglev.model.attention import Attention
+from maglev.model.decoder import Decoder
+from maglev.model.memory import shift_right
+from maglev.objectives import build
+from tests.helpers import VOCAB, random_tokens, small, step_through
+
+GATED = ["shared_kv", "layer_kv"]
+
+
+def small_decoder(injection: str, **settings: Any) -> Decoder:
+    return small("maglev-shared-0.1", scale=0.5, injection=injection, **settings).decoder
+
+
+def gates_by_pass(decoder: Decoder, tokens: Tensor) -> Tensor:
+    """2 sigmoid of the memory gate's logits in a pass over the decoder's own memories, over layers and heads. (B, T)"""
+    found = []
+
+    def record(attention: Attention, given: tuple[Any, ...]) -> None:
+        found.append(2 * torch.sigmoid(attention.project(given[0], True)[-1]))
+
+    hooks = [block.attention.register_forward_pre_hook(record) for block in decoder.blocks]
+    with torch.no_grad():
+        decoder(tokens, shift_right(step_through(decoder, tokens)))
+    for hook in hooks:
+        hook.remove()
+    # those of the steps come first
+    return torch.cat(found[-len(hooks) :], dim=-1).mean(-1)
+
+
+def watched(steps: Decoder | FastDecoder, tokens: Tensor) -> Tensor | None:
+    stepper, found = EagerStepper(steps), []
+    stepper.begin(steps.initial_state(tokens.shape[0]), watched=True)
+    for token in tokens.T:
+        stepper.step(token, watched=True)
+        gates = stepper.gates()
+        if gates is None:
+            return None
+        found.append(gates)
+    return torch.stack(found, dim=1)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("injection", GATED)
+def test_a_step_tells_the_mean_of_its_gates(injection: str, kv_heads: int) -> None:
+    decoder, tokens = small_decoder(injection, kv_heads=kv_heads), random_tokens(3, 30)
+    expected = gates_by_pass(decoder, tokens)
+    assert expected.std() > 0.01
+    torch.testing.assert_close(watched(decoder, tokens), expected, rtol=0, atol=1e-10)
+    if decoder.config.has_kernels:
+        torch.testing.assert_close(watched(FastDecoder(decoder, "torch"), tokens), expected, rtol=0, atol=1e-10)
+
+
+def test_gates_are_neutral_at_the_start() -> None:
+    decoder = build("maglev-shared-0.1", depth=2, vocab_size=VOCAB, context=24, window=8).decoder
+    gates = watched(decoder, random_tokens(2, 3))
+    assert gates is not None and gates.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("recipe", ["swa-ssss", *[name for name in get_args(InjectionKind) if name not in GATED]])
+def test_where_there_are_no_such_gates_nothing_is_told(recipe: str) -> None:
+    decoder = small(recipe).decoder if recipe == "swa-ssss" else small_decoder(recipe)
+    assert watched(decoder, random_tokens(2, 3)) is None
+    if decoder.config.has_kernels:
+        assert watched(FastDecoder(decoder, "torch"), random_tokens(2, 3)) is None
+
+
+def test_watching_changes_no_bit_and_leaves_nothing_behind() -> None:
+    decoder, tokens = small_decoder("shared_kv", dtype=torch.float32), random_tokens(3, 12)
+    steppers = EagerStepper(decoder), EagerStepper(decoder)
+    for stepper in steppers:
+        stepper.begin(decoder.initial_state(3))
+    for slot, token in enumerate(tokens.T):
+        assert torch.equal(steppers[0].step(token), steppers[1].step(token, watched=slot % 3 > 0))
+        assert steppers[0].gates() is None and (steppers[1].gates() is not None) == (slot % 3 > 0)
+    assert not any(module._forward_hooks for module in decoder.modules())
+    steppers[1].end()
+    assert steppers[1].gates() is None
