@@ -7,6 +7,7 @@ PyTorch's, by cuDNN or flash attention, which has none.
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -50,21 +51,27 @@ def flex_attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) 
     return flex.attention(query, key, value, plan.mask)
 
 
-def fused_serves(case: Case) -> bool:
-    if case.device_type != "cuda" or not case.is_whole:
-        return False
+def attention_kernels() -> ModuleType | None:
     try:
         from maglev.ops import fused_attention
     except ImportError:
         # no Triton here, or the one file of an export, which goes without
+        return None
+    return fused_attention
+
+
+def fused_serves(case: Case) -> bool:
+    if case.device_type != "cuda" or not case.is_whole:
         return False
-    return fused_attention.serves(case.dtype, case.head_dim)
+    fused = attention_kernels()
+    return fused is not None and fused.serves(case.dtype, case.head_dim)
 
 
 def fused_attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-    from maglev.ops import fused_attention
-
-    return fused_attention.attention(query, key, value, plan.window)
+    fused = attention_kernels()
+    assert fused is not None
+    out: Tensor = fused.attention(query, key, value, plan.window)
+    return out
 
 
 def halves_whole(case: Case) -> bool:
