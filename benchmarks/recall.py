@@ -18,112 +18,42 @@ apart the first one's kernels are there for the others.
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from maglev import files  # noqa: E402
-from maglev.evaluate.recall_results import add_rows  # noqa: E402
-
-
-class Experiment:
-    """One (recipe, settings, seed) and the process that works on it."""
-
-    def __init__(self, words: str, seed: int, arguments: argparse.Namespace, number: int, work: Path) -> None:
-        recipe, *own = words.split()
-        self.words, self.seed = words, seed
-        self.run = work / f"{number:03d}-{recipe}-seed{seed}"
-        command = [sys.executable, "-m", "maglev", "eval", "recall", recipe, "--json", "--out", str(self.run)]
-        command += ["--seed", str(seed)]
-        for name in ("steps", "depth", "window", "context", "pairs", "variant", "query_share", "spread", "rows"):
-            value = getattr(arguments, name)
-            command += [] if value is None else ["--" + name.replace("_", "-"), str(value)]
-        command += ["--keys", str(arguments.keys), "--values", str(arguments.values), "--device", arguments.device]
-        settings = [*arguments.settings, *(word for word in own if not word.startswith("-"))]
-        self.command = [*command, *(word for setting in settings for word in ("--set", setting))]
-        # the last of two options counts
-        self.command += [word for word in own if word.startswith("-")]
-        self.process: subprocess.Popen[bytes] | None = None
-        self.began = self.ended = 0.0
-        self.stopped = False
-
-    def start(self) -> None:
-        self.began = time.monotonic()
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # one thread each: the processes share the cores, and the compiler brings workers of its own
-        own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        environment = {"TORCHINDUCTOR_COMPILE_THREADS": "4"} | os.environ | own
-        with open(f"{self.run}.json", "wb") as out, open(f"{self.run}.log", "wb") as log:
-            self.process = subprocess.Popen(self.command, stdout=out, stderr=log, env=environment)
-
-    def finished(self) -> bool:
-        assert self.process is not None
-        if self.process.poll() is None:
-            return False
-        self.ended = time.monotonic()
-        return True
-
-    def stop(self) -> None:
-        """A run that is told to stop saves what it has."""
-        if self.process is not None and not self.stopped:
-            self.process.terminate()
-        self.stopped = True
-
-    def never_begun(self) -> dict[str, Any]:
-        report = {"experiment": self.words, "seed": self.seed, "status": -1, "seconds": 0.0}
-        return report | {"error": "there was no time left for it", "rows": []}
-
-    def result(self) -> dict[str, Any]:
-        assert self.process is not None
-        status = self.process.returncode
-        report: dict[str, Any] = {"experiment": self.words, "seed": self.seed, "status": status}
-        report["seconds"] = round(self.ended - self.began, 1)
-        if status:
-            lines = Path(f"{self.run}.log").read_text(errors="replace").splitlines()
-            error = "stopped at the limit" if self.stopped else lines[-1] if lines else ""
-            return report | {"error": error, "rows": []}
-        return report | json.loads(Path(f"{self.run}.json").read_bytes())
+from maglev import files
+from maglev.bench.jobs import Job, work_through
+from maglev.evaluate.recall_results import add_rows
 
 
-def work_through(
-    experiments: list[Experiment], jobs: int, stagger: float, limit: float, out: Path | None
-) -> list[dict[str, Any]]:
-    """At most `jobs` at a time, in their order; the file grows with each that ends. After `limit` seconds all stop."""
-    waiting, running = list(experiments), []
-    began, last = time.monotonic(), -stagger
-    results: dict[int, dict[str, Any]] = {}
-    try:
-        while waiting or running:
-            if limit and time.monotonic() - began > limit:
-                waiting.clear()
-                for experiment in running:
-                    experiment.stop()
-            if waiting and len(running) < jobs and time.monotonic() - last >= stagger:
-                running.append(waiting.pop(0))
-                running[-1].start()
-                last = time.monotonic()
-                continue
-            for experiment in [each for each in running if each.finished()]:
-                running.remove(experiment)
-                found = experiment.result()
-                results[id(experiment)] = found
-                state = found.get("error") or f"recurrent {found['recall_recurrent']:.3f} beyond 1 x"
-                print(f"{found['experiment']} seed {found['seed']}: {state}, {found['seconds']} s", flush=True)
-                if out is not None and found["rows"]:
-                    add_rows(out, found["rows"])
-            time.sleep(0.2)
-    finally:
-        for experiment in running:
-            experiment.stop()
-    return [results.get(id(each)) or each.never_begun() for each in experiments]
+def experiment(words: str, seed: int, arguments: argparse.Namespace, number: int, work: Path) -> Job:
+    recipe, *own = words.split()
+    run = work / f"{number:03d}-{recipe}-seed{seed}"
+    command = [sys.executable, "-m", "maglev", "eval", "recall", recipe, "--json", "--out", str(run)]
+    command += ["--seed", str(seed)]
+    for name in ("steps", "depth", "window", "context", "pairs", "variant", "query_share", "spread", "rows"):
+        value = getattr(arguments, name)
+        command += [] if value is None else ["--" + name.replace("_", "-"), str(value)]
+    command += ["--keys", str(arguments.keys), "--values", str(arguments.values), "--device", arguments.device]
+    settings = [*arguments.settings, *(word for word in own if not word.startswith("-"))]
+    command += [word for setting in settings for word in ("--set", setting)]
+    # the last of two options counts
+    command += [word for word in own if word.startswith("-")]
+    return Job({"experiment": words, "seed": seed, "rows": []}, command, run)
+
+
+def tell(found: dict[str, Any], out: Path | None) -> None:
+    state = found.get("error") or f"recurrent {found['recall_recurrent']:.3f} beyond 1 x"
+    print(f"{found['experiment']} seed {found['seed']}: {state}, {found['seconds']} s", flush=True)
+    if out is not None and found["rows"]:
+        add_rows(out, found["rows"])
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
@@ -168,8 +98,14 @@ def main() -> int:
         work = arguments.keep or Path(name)
         work.mkdir(parents=True, exist_ok=True)
         wanted = [(words, seed) for seed in arguments.seeds for words in arguments.experiments]
-        experiments = [Experiment(*each, arguments, number, work) for number, each in enumerate(wanted)]
-        results = work_through(experiments, max(1, arguments.jobs), arguments.stagger, arguments.limit, arguments.out)
+        jobs = [experiment(*each, arguments, number, work) for number, each in enumerate(wanted)]
+        results = work_through(
+            jobs,
+            max(1, arguments.jobs),
+            stagger=arguments.stagger,
+            limit=arguments.limit,
+            ended=partial(tell, out=arguments.out),
+        )
         if arguments.keep:
             files.write_json(work / "results.json", results)
     print_table(results)

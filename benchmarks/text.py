@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from maglev.evaluate.runs import load_objective
 from maglev.train import launch
 
 RECIPES = ("swa-ssss", "transformer-slsl", "lrt-ssss", "maglev-shared-0.1", "maglev-separate-1")
-UNSCALED = (524_288 / 65_536) ** 0.5
+TOKENS_PER_STEP = 65_536
+UNSCALED = (524_288 / TOKENS_PER_STEP) ** 0.5
 RATES = {
     "optimizer.matrix_lr": 0.02 * UNSCALED,
     "optimizer.embedding_lr": 0.3 * UNSCALED,
@@ -45,18 +47,25 @@ RATES = {
 }
 
 
-def measure(recipe: str, seed: int, data: TokenData, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    run = work / f"{recipe}-{seed}"
+def settings_of(
+    data: TokenData, seed: int, *, window: int, steps: int = 0, passes: int = 1, given: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Of a run that goes over the text so many times, or takes so many steps; those given as KEY=VALUE come last."""
     settings = RATES | {
         "model.context": 1024,
-        "model.window": arguments.window,
-        "train.tokens_per_step": 65_536,
-        "train.steps": arguments.steps or data.splits["train"].tokens // 65_536,
+        "model.window": window,
+        "train.tokens_per_step": TOKENS_PER_STEP,
+        "train.steps": steps or passes * data.splits["train"].tokens // TOKENS_PER_STEP,
         "train.validate_every": 0,
         "train.checkpoint_every": 10**6,
         "train.seed": seed,
     }
-    settings |= dict(item.split("=", 1) for item in arguments.set)
+    return settings | dict(item.split("=", 1) for item in given)
+
+
+def measure(recipe: str, seed: int, data: TokenData, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    run = work / f"{recipe}-{seed}"
+    settings = settings_of(data, seed, window=arguments.window, steps=arguments.steps, given=arguments.set)
     began = time.perf_counter()
     summary = launch.train(recipe, data.folder, run, Lines(every=100), depth=arguments.depth, settings=settings)
     trained = time.perf_counter() - began

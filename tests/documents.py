@@ -81,6 +81,7 @@ def options_exist(words: list[str]) -> None:
         if not hasattr(command, "commands") or word not in command.commands:
             break
         command = command.commands[word]
-    options = {name for parameter in command.params for name in parameter.opts} | {"--help"}
+    known = [name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)]
+    options = {*known, "--help"}
     if not hasattr(command, "commands"):
         assert {word for word in words if word.startswith("--")} <= options, words

@@ -18,6 +18,7 @@ def table(
     memory: Annotated[
         str, typer.Option("--memory", help="Memory sources to show, with commas between them.")
     ] = "recurrent,lifted,refined",
+    paper: Annotated[bool, typer.Option("--paper/--no-paper", help="The paper's numbers beside ours.")] = True,
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Keep all that the table is made of in a JSON file.")
     ] = None,
@@ -39,7 +40,7 @@ def table(
         if source not in SOURCES:
             raise RequestError(f"--memory is {memory!r}; its words must be among {', '.join(SOURCES)}")
     facts = collect(runs)
-    found = make_table(facts, sources)
+    found = make_table(facts, sources, paper)
     texts = {
         "table.txt": table_formats.as_text(found),
         "table.md": table_formats.as_markdown(found),

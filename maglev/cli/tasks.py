@@ -1,6 +1,7 @@
 """`maglev eval tasks` and `maglev eval score`"""
 
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -29,7 +30,12 @@ BatchTokens = Annotated[int, typer.Option("--batch-tokens", help="Tokens of a ba
 
 def tasks(
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="A run folder; with --scores the one that they name.")
+        Path | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A run folder; with --scores the one that they name. For --requests with --max-length, and for their "
+            "--scores, prepared data serves as well: all they need is the tokenizer.",
+        ),
     ] = None,
     names: Annotated[
         str | None,
@@ -111,9 +117,11 @@ def score(
     opened = open_run(run, memory, passes, reading, batch_rows, batch_tokens, weights, device)
     if opened.tokenizer.fingerprint != asked.tokenizer:
         raise RequestError(f"{requests} was built with another tokenizer than that of {run}; build them with this run")
+    began = time.monotonic()
     found = scored(opened, asked.requests)
+    seconds = round(time.monotonic() - began, 1)
     save_scores(out, asked, found, opened.facts)
-    emit(opened.facts | {"scores": str(out), "count": len(found)}, as_json, render_scored)
+    emit(opened.facts | {"scores": str(out), "count": len(found), "seconds": seconds}, as_json, render_scored)
 
 
 def check_extra() -> None:
@@ -132,8 +140,7 @@ def setting_for(
     from maglev.evaluate.harness import TaskSetting, task_names
     from maglev.runs import read_config
 
-    context = read_config(run).model.context
-    length = context if max_length is None else max_length or None
+    length = read_config(run).model.context if max_length is None else max_length or None
     place = None if data is None else str(data)
     if data is not None and not data.is_dir():
         raise RequestError(f"--data is {data}, which is no folder; name the one with the tasks' jsonl files")
@@ -214,8 +221,8 @@ def aggregate(run: Path | None, scores: Path, data: Path | None) -> dict[str, An
 
     found = load_scores(scores)
     kept = dict(found.setting)
-    folder = Path(kept.pop("run")) if run is None else run
-    cut = kept.pop("cut")
+    built_for, cut = kept.pop("run"), kept.pop("cut")
+    folder = Path(built_for) if run is None else run
     if data is not None:
         kept["data"] = str(data)
     setting = TaskSetting(**kept | {"tasks": tuple(kept["tasks"])})
@@ -231,10 +238,11 @@ def write_down(run: Path, found: dict[str, Any], facts: dict[str, Any], setting:
     import lm_eval
 
     from maglev.evaluate.results import source_name, task_result
+    from maglev.runs import CONFIG
 
     value: dict[str, Any] = finite(task_result(found, facts, setting | {"lm_eval": lm_eval.__version__}))
-    # a part of the items is no result to put into a table
-    if setting["limit"] is None:
+    # a part of the items is no result to put into a table, and prepared data is no run
+    if setting["limit"] is None and (run / CONFIG).is_file():
         words = "paper" if f"average_{facts['memory']}" in value else "-".join(setting["tasks"])[:80]
         keep(run, f"tasks-{words}-{source_name(facts)}", value)
     return value
@@ -279,7 +287,8 @@ def render_built(value: dict[str, Any]) -> None:
 
 def render_scored(value: dict[str, Any]) -> None:
     console().print(
-        f"{value['scores']}: {value['count']:,} scores of {value['run']} with {value['memory']} memories; "
+        f"{value['scores']}: {value['count']:,} scores of {value['run']} with {value['memory']} memories "
+        f"in {value['seconds']:,} s; "
         f"aggregate them with 'maglev eval tasks --scores {value['scores']}'",
         markup=False,
     )

@@ -78,7 +78,9 @@ def save_requests(path: Path, content: RequestFile) -> None:
 
 
 def flat(rows: Sequence[tuple[int, ...]]) -> np.ndarray:
-    return np.array([token for row in rows for token in row], dtype=np.int32)
+    """Half as large where the vocabulary allows it: these files travel."""
+    tokens = np.array([token for row in rows for token in row], dtype=np.int32)
+    return tokens.astype(np.uint16) if tokens.size and tokens.min() >= 0 and tokens.max() < 1 << 16 else tokens
 
 
 def ends(rows: Sequence[tuple[int, ...]]) -> np.ndarray:

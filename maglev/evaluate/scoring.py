@@ -50,6 +50,10 @@ class Scorer(Protocol):
     def score(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Score]: ...
 
 
+Context = tuple[int, ...]
+Choices = list[tuple[int, ...]]
+
+
 class BatchedScorer:
     """Every different request once, longest first: what does not fit into memory fails at once."""
 
@@ -59,13 +63,11 @@ class BatchedScorer:
         self.limits = limits
 
     def score(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Score]:
-        groups: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
+        groups: dict[Context, dict[tuple[int, ...], None]] = {}
         for request in requests:
             groups.setdefault(request.context, {})[request.continuation] = None
-        ordered = [
-            (context, sorted(groups[context], key=lambda row: (len(row), row)))
-            for context in sorted(groups, key=lambda row: (-len(row), row))
-        ]
+        ordered = [(context, sorted(own, key=lambda row: (len(row), row))) for context, own in groups.items()]
+        ordered.sort(key=lambda group: (*self.place(*group), group[0]))
         total, found = sum(len(choices) for _, choices in ordered), dict[Request, Score]()
         for batch in self.batches(ordered):
             asked = [Request(context, choice) for context, choices in batch for choice in choices]
@@ -74,11 +76,13 @@ class BatchedScorer:
                 progress(len(found), total)
         return [found[request] for request in requests]
 
-    def batches(
-        self, groups: Sequence[tuple[tuple[int, ...], list[tuple[int, ...]]]]
-    ) -> Iterator[list[tuple[tuple[int, ...], list[tuple[int, ...]]]]]:
+    def place(self, context: Context, choices: Choices) -> tuple[int, ...]:
+        """Where a context comes in the order: neighbours share a batch."""
+        return (-len(context) - max(map(len, choices)),)
+
+    def batches(self, groups: Sequence[tuple[Context, Choices]]) -> Iterator[list[tuple[Context, Choices]]]:
         """Contexts with their continuations, as many as the limits allow; one with too many of them is cut up."""
-        batch: list[tuple[tuple[int, ...], list[tuple[int, ...]]]] = []
+        batch: list[tuple[Context, Choices]] = []
         rows = longest = 0
         for context, choices in groups:
             rest = iter(choices)
@@ -93,7 +97,7 @@ class BatchedScorer:
         if batch:
             yield batch
 
-    def score_batch(self, batch: Sequence[tuple[tuple[int, ...], list[tuple[int, ...]]]]) -> list[Score]:
+    def score_batch(self, batch: Sequence[tuple[Context, Choices]]) -> list[Score]:
         raise NotImplementedError
 
     def add_up(self, memory: Tensor, continuations: Sequence[tuple[int, ...]]) -> list[Score]:
@@ -117,8 +121,14 @@ class RecurrentScorer(BatchedScorer):
         self.reader, self.decoder = lm.reader, lm.decoder
         self.budget = PASS_BUDGET if reading == "parallel" else 0
 
+    def place(self, context: Context, choices: Choices) -> tuple[int, ...]:
+        """By what a batch is padded to on a GPU, where every other shape is recorded anew: the length of contexts, how
+        many there are, the length of their choices."""
+        longest = max(map(len, choices))
+        return -(len(context) - 1).bit_length(), -len(choices), -(longest - 1).bit_length(), -len(context)
+
     @torch.inference_mode()
-    def score_batch(self, batch: Sequence[tuple[tuple[int, ...], list[tuple[int, ...]]]]) -> list[Score]:
+    def score_batch(self, batch: Sequence[tuple[Context, Choices]]) -> list[Score]:
         device = self.decoder.device
         tokens, lengths = padded([context for context, _ in batch], device)
         state = self.reader.initial_state(len(batch))
@@ -147,7 +157,7 @@ class PassScorer(BatchedScorer):
         self.decoder = objective.decoder
 
     @torch.inference_mode()
-    def score_batch(self, batch: Sequence[tuple[tuple[int, ...], list[tuple[int, ...]]]]) -> list[Score]:
+    def score_batch(self, batch: Sequence[tuple[Context, Choices]]) -> list[Score]:
         pairs = [(context, choice) for context, own in batch for choice in own]
         tokens, lengths = padded([context + choice[:-1] for context, choice in pairs], self.decoder.device)
         limit = self.decoder.config.context

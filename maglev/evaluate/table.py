@@ -52,6 +52,8 @@ LABELS = {
     "maglev-separate-0.1": "Maglev (sep. λ=0.1)",
     "maglev-separate-1": "Maglev (sep. λ=1)",
     "maglev-closed": "Maglev (closed)",
+    "gated-deltanet": "Gated DeltaNet",
+    "mamba-2": "Mamba-2",
 }
 # Table 1 of the paper, after 43.52B tokens: bits per byte, LAMBADA's perplexity, the eight accuracies, their average
 PUBLISHED = {
@@ -96,8 +98,8 @@ class PaperTable:
     lines: tuple[Line, ...]
 
 
-def make_table(facts: Sequence[Facts], sources: Sequence[str] = SOURCES) -> PaperTable:
-    """Recipes in the paper's order, then others; of each our lines by memory source, then the paper's."""
+def make_table(facts: Sequence[Facts], sources: Sequence[str] = SOURCES, paper: bool = True) -> PaperTable:
+    """Recipes in the paper's order, then others; of each our lines by memory source, then the paper's if wished."""
     names = dict.fromkeys(result["data"] for run in facts for result in run["bpb"])
     texts = [bpb_column(name) for name in names]
     columns = (FINEWEB, *(column for column in texts if column != FINEWEB), PERPLEXITY, *ACCURACIES, AVERAGE)
@@ -113,7 +115,7 @@ def make_table(facts: Sequence[Facts], sources: Sequence[str] = SOURCES) -> Pape
             label = LABELS.get(recipe, recipe) + distinction(group, own)
             lines = [our_line(group, label, source) for source in sources]
             found += [line for line in lines if line.cells]
-        if recipe in PUBLISHED:
+        if paper and recipe in PUBLISHED:
             found.append(published_line(recipe))
     used = {key for line in found for key in line.cells}
     return PaperTable(tuple(c for c in columns if c.key in used), compared(found, columns))

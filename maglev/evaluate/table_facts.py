@@ -1,6 +1,7 @@
 """What a table is made of: the facts of runs, from their folders or from one JSON file that keeps them. No torch."""
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,13 @@ from typing import Any
 from maglev import files
 from maglev.errors import RequestError
 from maglev.evaluate.results import load_results
-from maglev.model.accounting import BYTES, objective_flops, state_nbytes, training_steps
+from maglev.model.accounting import BYTES, describe, objective_flops, state_nbytes, training_steps
 from maglev.runs import read_config, read_metrics
 from maglev.settings import setting_values
 
 FORMAT = "maglev-table-1"
 # of a run's training, enough to draw
-POINTS = 400
+POINTS = 200
 # what does not make another row of the table
 SECTIONS = ("model.", "objective.", "optimizer.", "data.")
 TRAINING = ("train.steps", "train.tokens_per_step")
@@ -43,20 +44,31 @@ def facts_of(run: Path) -> Facts:
     tokens = steps * config.train.tokens_per_step
     values = setting_values(config) | {"train.steps": steps}
     rows = [row for row in read_metrics(run) if row.get("kind") == "train"]
-    rows = rows[:: max(1, len(rows) // POINTS)]
     return {
         "run": run.name,
         "recipe": config.recipe,
         "seed": config.train.seed,
         "settings": {key: value for key, value in values.items() if key.startswith(SECTIONS) or key in TRAINING},
+        "parameters": describe(config)["parameters"]["deployed"],
         "tokens": tokens,
         "training_flops": 3 * objective_flops(config) * tokens,
         "state_bytes": state_nbytes(config.model, BYTES["bfloat16"]),
         "bpb": bpb,
         "tasks": tasks,
         "recall": [row for result in recall for row in result["rows"]],
+    } | training_of(rows)
+
+
+def training_of(rows: Sequence[dict[str, Any]]) -> Facts:
+    """By the lines that training logged: its speed, and curves to draw."""
+    # the first steps compile
+    rates = [row["tokens_per_second"] for row in rows[len(rows) // 2 :] if "tokens_per_second" in row]
+    drawn = rows[:: max(1, len(rows) // POINTS)]
+    return {
+        "train_seconds": rows[-1].get("seconds") if rows else None,
+        "tokens_per_second": statistics.median(rates) if rates else None,
         "training": {
-            key: [row.get(key) for row in rows] for key in ("step", "next_token_loss", "consistency_loss", "memory")
+            key: [row.get(key) for row in drawn] for key in ("step", "next_token_loss", "consistency_loss", "memory")
         },
     }
 

@@ -4,14 +4,19 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 
-from maglev.evaluate.table import OURS, Cell, Column, Line, PaperTable
+from maglev.evaluate.table import OURS, PAPER, Cell, Column, Line, PaperTable
 
 HEADINGS = ("model", "numbers", "memory", "seeds")
 NOTE = (
     "Ours: mean over seeds ± standard deviation, where there is more than one. Best of ours in bold among recurrent "
-    "numbers, what a user gets; best of the paper's in its whole table, which is after 43.52B tokens at depth 20."
+    "numbers, what a user gets."
 )
-DIFFERENCES = "Difference to SWA, ours to ours and the paper's to the paper's"
+PAPERS_NOTE = " The paper's are beside its own SWA, best in its whole table, after 43.52B tokens at depth 20."
+DIFFERENCES = "Difference to SWA"
+
+
+def note(table: PaperTable) -> str:
+    return NOTE + (PAPERS_NOTE if any(line.origin == PAPER for line in table.lines) else "")
 
 
 def number(cell: Cell | None, column: Column) -> str:
@@ -63,7 +68,7 @@ def as_text(table: PaperTable) -> str:
         rows = [[*HEADINGS, *titles(own)], *rows_of(own, show, lambda text: text + "*")]
         if len(rows) > 1:
             parts.append((title + "\n" if title else "") + aligned(rows))
-    return "\n\n".join([*parts, NOTE.replace("in bold", "with a star")]) + "\n"
+    return "\n\n".join([*parts, note(table).replace("in bold", "with a star")]) + "\n"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -84,7 +89,7 @@ def as_markdown(table: PaperTable) -> str:
             rule = ["---"] * 3 + ["---:"] * (len(head) - 3)
             lines = ["| " + " | ".join(row) + " |" for row in (head, rule, *rows)]
             parts.append((f"{title}:\n\n" if title else "") + "\n".join(lines))
-    return "\n\n".join([*parts, NOTE]) + "\n"
+    return "\n\n".join([*parts, note(table)]) + "\n"
 
 
 def as_csv(table: PaperTable) -> str:
@@ -123,7 +128,7 @@ def as_latex(table: PaperTable) -> str:
             body.append(" & ".join(latex(cell) for cell in row) + " \\\\")
         comment = [f"% {title}"] if title else []
         parts += [*comment, f"\\begin{{tabular}}{{{columns}}}", *body, "\\bottomrule", "\\end{tabular}"]
-    return "\n".join([*parts, f"% {NOTE}"]) + "\n"
+    return "\n".join([*parts, f"% {note(table)}"]) + "\n"
 
 
 def latex(text: str) -> str:

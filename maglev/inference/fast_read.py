@@ -10,24 +10,26 @@ from maglev.inference.fast_step import FastDecoder
 from maglev.model.chunk import Chunk, Span
 from maglev.model.state import DecoderState
 
+# positions of all rows together: a smaller pass takes as long
 SMALLEST_RECORDED = 256
 SHAPES_KEPT = 2
 
 
 class FastChunk(Chunk):
-    """On a GPU the launches of a pass are recorded once per shape; a shorter chunk is padded to the next shape, which
-    its positions do not see."""
+    """On a GPU the launches of a pass are recorded once per shape; what is shorter or has fewer rows is padded to the
+    next shape, which its positions do not see."""
 
     def __init__(self, fast: FastDecoder, tokens: Tensor, state: DecoderState) -> None:
         self.fast = fast
-        self.recorded = recorded_passes(fast, tokens, state) if fast.device.type == "cuda" else None
-        super().__init__(tokens, state, None if self.recorded is None else self.recorded.spans)
+        self.recorded = recorded_passes(fast, tokens, state) if records(fast.device) else None
+        spans = None if self.recorded is None else [span.first_rows(len(tokens)) for span in self.recorded.spans]
+        super().__init__(tokens, state, spans)
         if self.recorded is not None:
             self.recorded.take(tokens, state.position)
 
     def compute(self, subset: range, previous_memory: Tensor | None) -> Tensor:
         if self.recorded is not None:
-            return self.recorded.replay(subset, previous_memory)
+            return self.recorded.replay(len(self.tokens), subset, previous_memory)
         return positions_at_once(self.fast, self.tokens, self.positions, self.spans, subset, previous_memory)
 
 
@@ -75,7 +77,7 @@ class RecordedPasses:
 
     def __init__(self, fast: FastDecoder, rows: int, length: int, state: DecoderState) -> None:
         self.fast, self.length = fast, length
-        self.spans = [Span(ring, length) for ring in state.caches]
+        self.spans = [Span(ring, length, rows) for ring in state.caches]
         # a recording may read what no pass has written: padding, before the first pass
         for span in self.spans:
             span.key.zero_()
@@ -86,22 +88,25 @@ class RecordedPasses:
         self.pool = torch.cuda.graph_pool_handle()
 
     def take(self, tokens: Tensor, position: Tensor) -> None:
-        """Another chunk, (B, C) with C at most the length of this shape."""
-        self.tokens[:, : tokens.shape[1]].copy_(tokens)
-        self.positions.copy_(position[:, None] + torch.arange(self.length, device=position.device))
+        """Another chunk, (B, C) with at most the rows and the length of this shape."""
+        rows, length = tokens.shape
+        self.tokens[:rows, :length].copy_(tokens)
+        self.positions[:rows].copy_(position[:, None] + torch.arange(self.length, device=position.device))
 
-    def replay(self, subset: range, previous_memory: Tensor | None) -> Tensor:
+    def replay(self, rows: int, subset: range, previous_memory: Tensor | None) -> Tensor:
+        """Of the first `rows`, these positions: (rows, Q, D)"""
         whole = range(subset.start, self.length, subset.step)
         key = whole.start, whole.step, previous_memory is None
         if previous_memory is not None:
-            previous_memory = F.pad(previous_memory, (0, 0, 0, len(whole) - len(subset)))
+            padding = (0, 0, 0, len(whole) - len(subset), 0, len(self.tokens) - rows)
+            previous_memory = F.pad(previous_memory, padding)
         if key not in self.recordings:
             self.recordings[key] = self.record(whole, previous_memory)
         recording = self.recordings[key]
         if recording.previous_memory is not None and previous_memory is not None:
             recording.previous_memory.copy_(previous_memory)
         recording.graph.replay()
-        return recording.memory[:, : len(subset)].clone()
+        return recording.memory[:rows, : len(subset)].clone()
 
     def record(self, subset: range, previous_memory: Tensor | None) -> Recording:
         """The pass is run once before, which compiles what it needs; run again, it writes the same."""
@@ -120,16 +125,23 @@ class RecordedPasses:
         return Recording(graph, given, memory)
 
 
-def recorded_length(length: int) -> int:
-    """The shape that a chunk is padded to."""
-    return max(SMALLEST_RECORDED, 1 << (length - 1).bit_length())
+def records(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def recorded_shape(rows: int, length: int) -> tuple[int, int]:
+    """What a chunk is padded to: few shapes, for each is recorded anew. Rows in quarters of a power of two, lengths in
+    powers of two, and together enough to be worth a pass."""
+    step = 1 << max(0, rows.bit_length() - 3)
+    rows = -(-rows // step) * step
+    return rows, max(-(-SMALLEST_RECORDED // rows), 1 << (length - 1).bit_length())
 
 
 def recorded_passes(fast: FastDecoder, tokens: Tensor, state: DecoderState) -> RecordedPasses:
     """Those of the last shapes are kept: a prompt has full chunks and a last one."""
-    rows, length = tokens.shape[0], recorded_length(tokens.shape[1])
-    found = fast.recorded_passes.pop((rows, length), None) or RecordedPasses(fast, rows, length, state)
-    fast.recorded_passes[rows, length] = found
+    shape = recorded_shape(*tokens.shape)
+    found = fast.recorded_passes.pop(shape, None) or RecordedPasses(fast, *shape, state)
+    fast.recorded_passes[shape] = found
     while len(fast.recorded_passes) > SHAPES_KEPT:
         fast.recorded_passes.pop(next(iter(fast.recorded_passes)))
     return found

@@ -1,6 +1,7 @@
 """Parallel passes over the positions that follow a state: the bridge between whole passes and single steps."""
 
 from abc import ABC, abstractmethod
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -13,12 +14,20 @@ from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attenti
 class Span:
     """Mixed K/V of one layer, in order: the W - 1 positions before the chunk, then the chunk's own."""
 
-    def __init__(self, ring: RingCache, length: int) -> None:
+    def __init__(self, ring: RingCache, length: int, rows: int | None = None) -> None:
+        """`rows` other than the ring's leave room for more."""
         batch, self.window, kv_heads, head_dim = ring.key.shape
         self.history = self.window - 1
-        self.key, self.value = (ring.key.new_empty(batch, self.history + length, kv_heads, head_dim) for _ in range(2))
+        shape = (rows or batch, self.history + length, kv_heads, head_dim)
+        self.key, self.value = (ring.key.new_empty(shape) for _ in range(2))
         # rows that have read less than the window have empty slots at the front
-        self.empty = torch.zeros(batch, dtype=torch.int64, device=ring.key.device)
+        self.empty = torch.full((shape[0],), self.history, dtype=torch.int64, device=ring.key.device)
+
+    def first_rows(self, count: int) -> "Span":
+        """The same memory, fewer rows: what is written to one is seen in the other."""
+        part = copy(self)
+        part.key, part.value, part.empty = self.key[:count], self.value[:count], self.empty[:count]
+        return part
 
     def fill_(self, ring: RingCache, position: Tensor) -> None:
         """Take the W - 1 positions before `position` (B,) from the ring; what lies before 0 is never looked at."""

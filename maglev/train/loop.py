@@ -29,7 +29,7 @@ from maglev.train.ahead import ReadAhead
 from maglev.train.distributed import Ranks
 from maglev.train.metrics import MetricsLog, writing
 from maglev.train.optimizer import Optimizer
-from maglev.train.param_groups import build_param_groups
+from maglev.train.param_groups import ParamGroup, RoleOf, build_param_groups, role_of
 from maglev.train.passes import Passes, StepLosses
 from maglev.train.setup import (
     attention_cases,
@@ -81,18 +81,10 @@ class Trainer:
         self.loader = task.rows(config.model.context, config.train.seed)
         self.validation = self.open_validation()
         self.rows = rows_of_step(config, ranks.world)
-        self.objective = build_for_training(config, self.device, mesh)
+        self.objective = self.build(mesh)
         meet_teacher(self.objective, task)
-        self.optimizer = Optimizer(
-            build_param_groups(
-                self.objective.named_parameters(),
-                config.optimizer,
-                config.model.width,
-                config.model.depth,
-                config.train.tokens_per_step,
-            ),
-            compiled=self.device.type == "cuda" and config.train.compile != "off",
-        )
+        compiled = self.device.type == "cuda" and config.train.compile != "off"
+        self.optimizer = Optimizer(self.param_groups(), compiled=compiled)
         self.passes = Passes(config, self.objective, self.optimizer, ranks, self.rows, self.divided, watch.say)
         self.ahead = ReadAhead(lambda step: self.loader.batch(self.rows_of(step)), self.steps)
         self.progress = Progress(data=self.loader.fingerprint)
@@ -100,6 +92,20 @@ class Trainer:
         self.memory_source = training_source(self.objective)
         self.metrics: MetricsLog | None = None
         self.matrix_rate = 0.0
+
+    def build(self, mesh: DeviceMesh | None) -> Objective:
+        return build_for_training(self.config, self.device, mesh)
+
+    def param_groups(self, role_of: RoleOf = role_of) -> list[ParamGroup]:
+        config = self.config
+        return build_param_groups(
+            self.objective.named_parameters(),
+            config.optimizer,
+            config.model.width,
+            config.model.depth,
+            config.train.tokens_per_step,
+            role_of,
+        )
 
     def open_validation(self) -> Validation | None:
         train = self.config.train

@@ -1,7 +1,7 @@
 """Which rule and learning rate a parameter gets, by its name."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -64,12 +64,16 @@ def role_of(name: str, parameter: nn.Parameter) -> str:
     return "matrix"
 
 
+RoleOf = Callable[[str, nn.Parameter], str]
+
+
 def build_param_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     config: OptimizerConfig,
     width: int,
     depth: int,
     tokens_per_step: int,
+    role_of: RoleOf = role_of,
 ) -> list[ParamGroup]:
     members: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named_parameters:

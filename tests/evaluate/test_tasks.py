@@ -170,7 +170,7 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]
 
 
 def test_three_steps_are_one_step_to_the_bit(
-    trained: Train, tasks_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Train, data: Path, tasks_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, asked, scores = str(trained("maglev-shared-0.1")), str(tmp_path / "r.safetensors"), str(tmp_path / "s.json")
     common = ["--data", str(tasks_folder), "--limit", str(ITEMS)]
@@ -184,6 +184,8 @@ def test_three_steps_are_one_step_to_the_bit(
     said(["eval", "score", run, "--requests", asked, "--out", scores], capsys)
     later = said(["eval", "tasks", "--scores", scores], capsys)
     assert later == once
+    # where the run is not at hand any more, its tokenizer does
+    assert said(["eval", "tasks", str(data), "--scores", scores], capsys) == once | {"run": str(data)}
     assert set(once["tasks"]) == set(BY_NAME) and 0 <= once["average_recurrent"] <= 1
     assert {
         "items",

@@ -123,7 +123,7 @@ class GraphCases:
         for recipe in ("maglev-shared-0.1", "swa-ssss"):
             decoder = tiny(recipe, DEVICE)
             fast = FastDecoder(decoder)
-            for seed, rows in ((1, 1), (2, 1), (3, 2)):
+            for seed, rows in ((1, 1), (2, 1), (3, 2), (4, 9)):
                 tokens = random_tokens(rows, 40, seed=seed).to(DEVICE)
                 state, expected = fast.initial_state(rows), decoder.initial_state(rows)
                 read_(fast, tokens, state, chunk=11, passes=4)

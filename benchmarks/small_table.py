@@ -1,0 +1,280 @@
+"""The small table: recipes and peers trained on one pass over a text, each measured by memory source.
+
+    python benchmarks/small_table.py rows swa-ssss maglev-shared-0.1 "swa-ssss --passes=2" gated-deltanet \\
+        --seeds 0 --jobs 3 --data DATA --text FINEWEB --requests REQUESTS --scores SCORES --out small-table.json
+    python benchmarks/small_table.py aggregate small-table.json --scores SCORES --tokenizer DATA --data EVAL
+
+DATA and FINEWEB are folders by `maglev data prepare`, REQUESTS is a file by `maglev eval tasks --requests`; with it a
+row also answers the tasks, and `aggregate`, where lm_eval is installed, turns the answers into scores. Depth 8, context
+1024, W 256 and the rates are those of `text.py`; rows of one seed see the same rows of text in the same order. A row
+may have options and settings of its own, as "swa-ssss --passes=2 --set=train.recompute=full"; names are recipes or
+peers (`peers.py`). Each row is a process, some at a time on one device, and goes into the JSON file as it ends: `maglev
+table` makes table and figures of that. A row that fails is told and does not stop the others.
+"""
+
+import argparse
+import json
+import re
+import signal
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import peers
+import torch
+from text import settings_of
+
+import maglev
+from maglev.__main__ import main as verbs
+from maglev.bench.clock import machine_facts
+from maglev.bench.jobs import Job, work_through
+from maglev.bench.lines import Lines
+from maglev.config import RunConfig
+from maglev.data.loader import Loader
+from maglev.data.shards import open_data
+from maglev.errors import RequestError, WorkError
+from maglev.evaluate.bpb import bits_per_byte
+from maglev.evaluate.requests import load_requests, save_scores
+from maglev.evaluate.scoring import PassScorer
+from maglev.evaluate.table_facts import TRAINING, Facts, facts_of, load_facts, save_facts, training_of, without_places
+from maglev.model.accounting import prefiller_parameters
+from maglev.recipes import run_config
+from maglev.runs import read_config, read_metrics
+from maglev.settings import setting_values
+from maglev.train.distributed import Ranks, resolve_device
+from maglev.train.setup import compute_dtype
+from maglev.train.signals import interruption
+from maglev.train.task import Text
+
+# stepping keeps little of each row and wants many; whole passes keep more
+STEPPED_ROWS, PASSED_ROWS = 1024, 64
+
+
+def row(arguments: argparse.Namespace) -> int:
+    """One row, in this process."""
+    name = arguments.name or f"{arguments.model}-{arguments.seed}"
+    device = resolve_device(arguments.device, setting="--device")
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
+        run = (arguments.keep or Path(folder)) / name
+        measure = measure_peer if arguments.model in peers.PEERS else measure_recipe
+        config, facts = measure(arguments, run, device)
+    facts["machine"] = machine_facts(device, compute_dtype(config, device)) | {"maglev": maglev.__version__}
+    print(json.dumps(facts))
+    return 0
+
+
+def measure_recipe(arguments: argparse.Namespace, run: Path, device: torch.device) -> tuple[RunConfig, Facts]:
+    """By the verbs, so that what is measured is what a user gets."""
+    settings = settings_for(arguments) | {"train.device": device}
+    given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    verb("train", arguments.model, "--data", arguments.data, "--out", run, "--depth", arguments.depth, *given)
+    config = read_config(run)
+    for text in (arguments.data, *arguments.text):
+        for source in sources(config):
+            rows = STEPPED_ROWS if source == "recurrent" and config.model.memory != "none" else PASSED_ROWS
+            words = ["--data", text, "--memory", source, "--rows-per-pass", rows, "--device", device]
+            verb("eval", "bpb", run, *words)
+    if arguments.requests:
+        out = arguments.scores / f"{run.name}.json"
+        verb("eval", "score", run, "--requests", arguments.requests, "--out", out, "--device", device)
+    return config, facts_of(run)
+
+
+def verb(*words: object) -> None:
+    status = verbs([str(word) for word in words])
+    if status:
+        sys.exit(status)
+
+
+def sources(config: RunConfig) -> tuple[str, ...]:
+    if config.model.memory == "none":
+        return ("recurrent",)
+    return ("recurrent", "lifted", "refined") if prefiller_parameters(config) else ("recurrent", "refined")
+
+
+def settings_for(arguments: argparse.Namespace) -> dict[str, Any]:
+    data, passes = open_data(arguments.data), arguments.passes
+    return settings_of(data, arguments.seed, window=arguments.window, passes=passes, given=arguments.set)
+
+
+def measure_peer(arguments: argparse.Namespace, run: Path, device: torch.device) -> tuple[RunConfig, Facts]:
+    """By our loop and measures; a peer has no configuration of ours, so there is no run that verbs could open."""
+    data = open_data(arguments.data)
+    settings = settings_for(arguments) | {"model.vocab_size": data.vocab_size}
+    config = replace(run_config("swa-ssss", arguments.depth, settings), recipe=arguments.model)
+    if device.type == "cuda":
+        peers.check_or_fail(arguments.model, device)
+    lines = Lines(every=100)
+    trainer = peers.PeerTrainer(config, Text(data), run, Ranks(0, 1, 0, device), lines)
+    trainer.start()
+    with interruption() as noted:
+        if number := trainer.train(noted):
+            sys.exit(128 + number)
+    trainer.close()
+    objective, step = trainer.objective.eval(), trainer.progress.step
+    about = {"recipe": arguments.model, "step": step, "weights": "plain"}
+    found = []
+    for text in (arguments.data, *arguments.text):
+        loader = Loader(open_data(text), "validation", config.model.context, seed=0, shuffle=False)
+        counts = data.tokenizer.token_byte_counts()
+        result = bits_per_byte(objective, loader, "recurrent", counts, rows_per_pass=PASSED_ROWS, data=config.data)
+        found.append(about | {"split": "validation", "data": text.resolve().name} | result.to_dict())
+        lines.say(f"{text}: {result.value:.4f} bits per byte, recurrent")
+    if arguments.requests:
+        asked = load_requests(arguments.requests)
+        scores = PassScorer(objective, "recurrent", 1).score(asked.requests)
+        about |= {"run": run.name, "seed": arguments.seed, "memory": "recurrent", "passes": None}
+        about["dtype"] = str(objective.decoder.compute_dtype).removeprefix("torch.")
+        save_scores(arguments.scores / f"{run.name}.json", asked, scores, about)
+    return config, peer_facts(config, trainer, found)
+
+
+def peer_facts(config: RunConfig, trainer: peers.PeerTrainer, bpb: list[Facts]) -> Facts:
+    """As those of a run; of the settings those that a peer shares with ours."""
+    decoder = trainer.objective.decoder
+    costs = peers.costs(decoder, peers.PEERS[config.recipe])
+    kept = ("model.width", "model.vocab_size", "model.context", *TRAINING)
+    values = {
+        key: value
+        for key, value in setting_values(config).items()
+        if key in kept or key.startswith(("optimizer.", "data."))
+    }
+    tokens = trainer.steps * config.train.tokens_per_step
+    rows = [line for line in read_metrics(trainer.run) if line.get("kind") == "train"]
+    return {
+        "run": trainer.run.name,
+        "recipe": config.recipe,
+        "seed": config.train.seed,
+        "settings": values | {"model.depth": costs["layers"], "train.steps": trainer.steps},
+        "parameters": costs["parameters"],
+        "tokens": tokens,
+        "training_flops": costs["training_flops_per_token"] * tokens,
+        "state_bytes": costs["state_bytes"],
+        "bpb": bpb,
+        "tasks": [],
+        "recall": [],
+    } | training_of(rows)
+
+
+def rows(arguments: argparse.Namespace) -> int:
+    # told to stop, leave as by an error: no process stays behind
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory() as folder:
+        logs = arguments.keep or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        jobs = [job_of(words, seed, arguments, logs) for seed in arguments.seeds for words in arguments.rows]
+        results = work_through(
+            jobs,
+            max(1, arguments.jobs),
+            stagger=arguments.stagger,
+            limit=arguments.limit,
+            ended=partial(add_row, out=arguments.out),
+        )
+    told = [{key: found[key] for key in ("row", "status", "seconds", "error") if key in found} for found in results]
+    print(json.dumps({"rows": told, "out": str(arguments.out)}))
+    return 1 if any(found["status"] for found in results) else 0
+
+
+def job_of(words: str, seed: int, arguments: argparse.Namespace, logs: Path) -> Job:
+    model, *own = words.split()
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{words}-{seed}")
+    command = [sys.executable, str(Path(__file__).resolve()), "row", model, "--seed", str(seed), "--name", name]
+    for option in ("data", "requests", "scores", "depth", "window", "passes", "device", "keep"):
+        value = getattr(arguments, option)
+        command += [] if value is None else [f"--{option}", str(value)]
+    for option in ("text", "set"):
+        command += [word for value in getattr(arguments, option) for word in (f"--{option}", str(value))]
+    # the last of two options counts
+    return Job({"row": f"{words}, seed {seed}"}, [*command, *own], logs / name)
+
+
+def add_row(found: dict[str, Any], out: Path) -> None:
+    if "error" in found:
+        print(f"{found['row']}: {found['error']}, {found['seconds']} s", flush=True)
+        return
+    put_run(out, {key: value for key, value in found.items() if key not in ("row", "status", "seconds")})
+    shown = ", ".join(f"{each['data']} {each['memory']} {each['bpb_' + each['memory']]:.4f}" for each in found["bpb"])
+    rate = f"{found['tokens_per_second']:,.0f} tokens/s" if found["tokens_per_second"] else ""
+    print(f"{found['row']}: {shown}; {rate}, {found['seconds']} s", flush=True)
+
+
+def put_run(path: Path, facts: Facts) -> None:
+    """The same run again takes the old one's place; fewer tokens first, for differences are to the first SWA."""
+    kept = load_facts(path) if path.is_file() else []
+    kept = [run for run in kept if run["run"] != facts["run"]]
+    save_facts(path, sorted([*kept, facts], key=lambda run: (run["tokens"], run["seed"])))
+
+
+def aggregate(arguments: argparse.Namespace) -> int:
+    """Answers to scores, by the harness; rows that have them already are left as they are."""
+    from maglev.cli.tasks import aggregate as aggregated
+
+    found = {run["run"]: run for run in load_facts(arguments.results)}
+    paths = {path.stem: path for path in sorted(arguments.scores.glob("*.json"))}
+    if not paths:
+        raise RequestError(f"{arguments.scores} holds no scores; name the folder that 'rows --scores' wrote")
+    for name, path in paths.items():
+        if name not in found:
+            print(f"{path}: no row {name!r} in {arguments.results}; left out", flush=True)
+        elif not found[name]["tasks"]:
+            with redirect_stdout(sys.stderr):
+                value = aggregated(arguments.tokenizer, path, arguments.data)
+            put_run(arguments.results, found[name] | {"tasks": [without_places(value)]})
+            print(f"{name}: average {value['average_recurrent']:.4f}, recurrent", flush=True)
+    return 0
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs_of = parser.add_subparsers(required=True, dest="verb")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--data", type=Path, required=True, help="prepared text to train on, with its validation")
+    common.add_argument("--text", type=Path, action="append", default=[], help="another one to measure on")
+    common.add_argument("--requests", type=Path, help="what tasks ask, to be answered too")
+    common.add_argument("--scores", type=Path, default=Path("scores"), help="the folder for the answers")
+    common.add_argument("--depth", type=int, default=8)
+    common.add_argument("--window", type=int, default=256)
+    common.add_argument("--passes", type=int, default=1, help="over the text")
+    common.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    common.add_argument("--device", default="auto")
+    common.add_argument("--keep", type=Path, metavar="DIR", help="where runs and logs stay; else they are removed")
+    many = verbs_of.add_parser("rows", parents=[common], help="rows as processes, some at a time")
+    many.add_argument("rows", nargs="+", metavar="'NAME [OPTION]...'")
+    many.add_argument("--seeds", nargs="+", type=int, default=[0])
+    many.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    many.add_argument("--stagger", type=float, default=0.0, help="seconds between two starts")
+    many.add_argument("--limit", type=float, default=0.0, help="seconds after which what is left is stopped")
+    many.add_argument("--out", type=Path, default=Path("results/small-table.json"))
+    many.set_defaults(work=rows)
+    one = verbs_of.add_parser("row", parents=[common], help="one row in this process; its facts on stdout")
+    one.add_argument("model", metavar="NAME")
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--name")
+    one.set_defaults(work=row)
+    last = verbs_of.add_parser("aggregate", help="answers to scores, where lm_eval is installed")
+    last.add_argument("results", type=Path)
+    last.add_argument("--scores", type=Path, default=Path("scores"))
+    last.add_argument("--tokenizer", type=Path, required=True, metavar="DIR", help="a folder that holds it")
+    last.add_argument("--data", type=Path, required=True, help="files of the tasks, as the requests were built with")
+    last.set_defaults(work=aggregate)
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> int:
+    arguments = parse(words)
+    try:
+        return int(arguments.work(arguments))
+    except (RequestError, WorkError) as error:
+        print(f"small_table: {error}", file=sys.stderr)
+        return 2 if isinstance(error, RequestError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""`benchmarks/small_table.py` at toy size: rows of recipes and peers, their tasks, and the table that comes of them."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from maglev.__main__ import main
+from maglev.model.accounting import describe
+from maglev.recipes import run_config
+from tests.evaluate.task_files import ITEMS
+from tests.helpers import random_tokens
+
+SMALL = ["model.context=32", "train.tokens_per_step=128", "train.steps=3"]
+
+
+@pytest.fixture(scope="module")
+def script(repository: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("small_table", repository / "benchmarks" / "small_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def stub(script: ModuleType, head_dim: int = 16, state: int = 8) -> Any:
+    """Mamba-2 with its scan a step at a time, which needs no kernels."""
+    layer = partial(script.peers.Mamba2, head_dim=head_dim, state=state)
+    return replace(script.peers.PEERS["mamba-2"], mixer=layer)
+
+
+def test_rows_make_a_table(
+    script: ModuleType,
+    data: Path,
+    tasks_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm_eval, the extra 'tasks' of maglev")
+    monkeypatch.setitem(script.peers.PEERS, "mamba-2", stub(script))
+    asked, scores, out = tmp_path / "r.safetensors", tmp_path / "scores", tmp_path / "small.json"
+    # before there is a run: the tokenizer is all that requests need
+    words = ["--max-length", "32", "--limit", str(ITEMS), "--data", tasks_folder, "--requests", asked]
+    assert main(["eval", "tasks", str(data), *map(str, words)]) == 0
+    common = ["--data", data, "--text", data, "--scores", scores, "--device", "cpu"]
+    common += ["--depth", 1, "--window", 8, *(word for setting in SMALL for word in ("--set", setting))]
+    answers = ["--requests", asked]
+    rows = [("swa-ssss", ["--set", "train.steps=6", "--name", "twice"]), ("swa-ssss", answers)]
+    rows += [("swa-ssss", ["--seed", 1]), ("maglev-shared-0.1", []), ("mamba-2", answers)]
+    for name, own in rows:
+        capsys.readouterr()
+        assert script.main(["row", name, *map(str, common), *map(str, own)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        script.add_row(found | {"row": name, "status": 0, "seconds": 1.0}, out)
+    assert (
+        script.main(
+            ["aggregate", str(out), "--scores", str(scores), "--tokenizer", str(data), "--data", str(tasks_folder)]
+        )
+        == 0
+    )
+    runs = {run["run"]: run for run in json.loads(out.read_text())["runs"]}
+    assert list(runs)[-1] == "twice" and runs["twice"]["tokens"] == 2 * runs["swa-ssss-0"]["tokens"]
+    for name, run in runs.items():
+        sources = {"recurrent", "lifted", "refined"} if "maglev" in name else {"recurrent"}
+        assert {result["memory"] for result in run["bpb"]} == sources, name
+        assert [result["memory"] for result in run["tasks"]] == ["recurrent"] * (name in ("swa-ssss-0", "mamba-2-0"))
+        assert run["parameters"] > 0 and run["training_flops"] > 0 and run["tokens_per_second"] > 0
+        assert run["machine"]["torch"] == torch.__version__
+    # aggregated answers stay as they are
+    before = out.read_bytes()
+    assert (
+        script.main(["aggregate", str(out), "--scores", str(scores), "--tokenizer", str(data), "--data", "nowhere"])
+        == 0
+    )
+    assert out.read_bytes() == before
+    capsys.readouterr()
+    assert main(["table", str(out), "--no-paper", "--no-figures", "--out", str(tmp_path / "table"), "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)["lines"]
+    assert [(line["model"], line["memory"], line["seeds"]) for line in lines] == [
+        ("SWA (SSSS), steps 3", "recurrent", [0, 1]),
+        ("SWA (SSSS), steps 6", "recurrent", [0]),
+        ("Maglev (λ=0.1)", "recurrent", [0]),
+        ("Maglev (λ=0.1)", "lifted", [0]),
+        ("Maglev (λ=0.1)", "refined", [0]),
+        ("Mamba-2", "recurrent", [0]),
+    ]
+    swa, _, *others = lines
+    text = f"bpb {data.name}"
+    assert swa["cells"][text]["spread"] is not None and swa["cells"][text]["difference"] is None
+    assert all(cell["difference"] is not None for line in others for cell in line["cells"].values())
+    assert 0 <= others[-1]["cells"]["average"]["value"] <= 100
+
+
+def test_a_row_is_started_with_its_own_options_last(script: ModuleType, tmp_path: Path) -> None:
+    words = ["rows", "swa-ssss --passes=2 --set=a=b", "--data", "d", "--text", "e", "--text", "f", "--seeds", "3"]
+    arguments = script.parse([*words, "--requests", "r", "--set", "c=d"])
+    job = script.job_of(arguments.rows[0], 3, arguments, tmp_path)
+    asked = script.parse(job.command[2:])
+    assert (asked.model, asked.seed, asked.passes, asked.set) == ("swa-ssss", 3, 2, ["c=d", "a=b"])
+    assert (asked.data, asked.text, asked.requests) == (Path("d"), [Path("e"), Path("f")], Path("r"))
+    assert asked.name == "swa-ssss-passes-2-set-a-b-3" and job.facts["row"].endswith("seed 3")
+
+
+def test_a_missing_peer_ends_in_one_line(
+    script: ModuleType, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, package in (("gated-deltanet", "fla"), ("mamba-2", "mamba_ssm")):
+        monkeypatch.setitem(sys.modules, package, None)
+        capsys.readouterr()
+        assert script.main(["row", name, "--data", str(data), "--depth", "1", "--device", "cpu"]) == 2
+        told = capsys.readouterr()
+        assert "is missing" in told.err and "PYTHONPATH" in told.err and not told.out
+        assert "Traceback" not in told.err
+
+
+def test_a_peer_has_as_many_parameters_as_ours_and_its_rules(script: ModuleType) -> None:
+    peers = script.peers
+    config = run_config("swa-ssss", 8, {"model.vocab_size": 8192})
+    ours = describe(config)["parameters"]["deployed"]
+    peer = stub(script, head_dim=64, state=128)
+    costs = peers.costs(peers.PeerDecoder(config.model, peer), peer)
+    assert costs["parameters"] == pytest.approx(ours, rel=0.02) and costs["layers"] == 15
+    beside = replace(peer, has_mlp=True)
+    assert peers.costs(peers.PeerDecoder(config.model, beside), beside)["layers"] == 8
+    roles = {
+        name: peers.peer_role(name, each) for name, each in peers.PeerDecoder(config.model, peer).named_parameters()
+    }
+    assert roles["blocks.0.mixer.in_proj.weight"] == "matrix" and roles["readout.weight"] == "readout"
+    assert {roles[f"blocks.3.mixer.{name}"] for name in ("A_log", "conv_weight", "dt_bias", "norm_weight")} == {"gate"}
+
+
+def test_a_peer_sees_nothing_ahead_and_begins_as_its_embedding(script: ModuleType) -> None:
+    peers = script.peers
+    config = run_config("swa-ssss", 1, {"model.vocab_size": 61, "model.context": 16}).model
+    decoder = peers.PeerDecoder(config, stub(script))
+    peers.initialise(decoder, 0)
+    tokens = random_tokens(2, 12)
+    other = torch.cat((tokens[:, :7], (tokens[:, 7:] + 1) % 61), dim=1)
+    with torch.no_grad():
+        start = decoder.embedding(tokens)
+        torch.testing.assert_close(decoder(tokens), start / start.square().mean(-1, keepdim=True).sqrt())
+        peers.draw_matrices(decoder, 0)
+        memory, changed = decoder(tokens), decoder(other)
+        assert torch.equal(memory[:, :7], changed[:, :7]) and not torch.equal(memory[:, 7], changed[:, 7])
+        # the parallel form of the whole row is that of its beginning
+        torch.testing.assert_close(decoder(tokens[:, :7]), memory[:, :7])
