@@ -51,7 +51,7 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> f
 def measure(length: int, window: int, device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, Any]:
     inputs = draw(length, device, dtype)
     pull = torch.randn(inputs[0].shape, device=device, dtype=dtype)
-    plan = plan_attention(window, length, device)
+    plan = plan_attention(window, length, device, dtype=dtype, head_dim=HEAD_DIM)
 
     def forward() -> Tensor:
         return windowed_attention(*inputs, plan)

@@ -1,126 +1,206 @@
-"""Windowed attention on a GPU, forward and backward: FlexAttention in several tilings, and varlen attention.
+"""Attention in training on a GPU, forward and backward: every kernel there is, for every shape that the models have.
 
-    python benchmarks/attention_gpu.py [--context 2048] [--tilings]
+    python benchmarks/attention_gpu.py [--out results/attention-h200.json] [--seconds 150]
 
-Shapes of d12 and d20 at 32,768 tokens, windowed (a quarter of the context) and full. Set beside the matrix product's
-rate, counting the keys that a query sees: 4 x width each forward, 10 x backward. The last line of stdout is JSON.
+d12, d20 and d8, windowed (a quarter of the context) and full, bfloat16. Times stand beside the matrix product's rate of
+the same run, counting the keys that a query sees: 4 x width each forward, 10 x backward. First come tiles for our own
+kernels, one changed at a time, as long as a third of the time lasts; the best go into what follows. At the end stand
+the best kernel of each shape and the orders for `maglev/ops/attention.py`. The last line of stdout is JSON.
 """
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import SDPBackend
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from maglev import files
 from maglev.bench.clock import machine_facts, seconds
 from maglev.bench.limits import machine_rates
-from maglev.ops import flex
+from maglev.ops import kernels
+from maglev.ops.attention import windowed_attention
+from maglev.ops.fused_attention import TILES, Tile
+from maglev.ops.kernels import BLOCKWISE, FUSED, KERNELS, SDPA, Case, plan_for
 
-TOKENS, HEAD_DIM = 32_768, 128
+HEAD_DIM, DTYPE = 128, torch.bfloat16
 CALLS, REPEATS = 5, 5
-# what FlexAttention is told about its tiles; the first is what it chooses by itself
-TILINGS: dict[str, dict[str, Any]] = {
-    "flex": {},
-    "flex, 128 x 64, 4 warps": {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3},
-    "flex, 128 x 64, 8 warps": {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 3},
-    "flex, 64 x 64, 4 warps": {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3},
-    "flex, back 64 x 128": {
-        "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 64, "bwd_num_warps": 8,
-        "bwd_num_stages": 2,
-    },
-    "flex, back 64 x 64": {
-        "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64, "bwd_num_warps": 4,
-        "bwd_num_stages": 2,
-    },
-    "flex, back 32 x 128": {
-        "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 128, "bwd_BLOCK_M2": 128, "bwd_BLOCK_N2": 32, "bwd_num_warps": 8,
-        "bwd_num_stages": 3,
-    },
-}  # fmt: skip
+FORWARD, BACKWARD = 4, 10
+# what our kernels could take instead, all without spills at heads of 128 (tests/ops/test_fused_compile.py shows how)
+OTHERS: list[tuple[str, Tile]] = [
+    ("forward", Tile(128, 128, 8, 2)),
+    ("forward", Tile(64, 64, 4, 2)),
+    ("queries", Tile(64, 64, 4, 2)),
+    ("queries", Tile(128, 128, 8, 2)),
+    ("queries", Tile(128, 32, 8, 2)),
+    ("keys", Tile(64, 64, 4, 2)),
+    ("keys", Tile(32, 128, 8, 3)),
+    ("keys", Tile(32, 64, 4, 3)),
+]
+
+Row = dict[str, Any]
 
 
-def by_flex(options: dict[str, Any], context: int, window: int, device: torch.device) -> Callable[..., Tensor]:
-    mask = flex.shared_mask(window, context, 0, context, 1, str(device))
-    compiled = torch.compile(flex_attention, dynamic=False)
+class Shape(NamedTuple):
+    model: str
+    rows: int
+    context: int
+    heads: int
+    window: int
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        heads_first = (each.transpose(1, 2) for each in (query, key, value))
-        out: Tensor = compiled(*heads_first, block_mask=mask, kernel_options=options)
-        return out.transpose(1, 2)
+    @property
+    def case(self) -> Case:
+        return Case("cuda", DTYPE, HEAD_DIM, self.context, self.window == self.context, True)
 
-    return attend
+    def flops(self, each: int) -> float:
+        seen = sum(min(at + 1, self.window) for at in range(self.context))
+        return each * seen * self.rows * self.heads * HEAD_DIM
 
-
-def by_varlen(context: int, window: int, rows: int, device: torch.device) -> Callable[..., Tensor]:
-    borders = torch.arange(rows + 1, device=device, dtype=torch.int32) * context
-    seen = (window - 1 if window < context else -1, 0)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        flat = (each.flatten(0, 1) for each in (query, key, value))
-        out: Tensor = varlen_attn(*flat, borders, borders, context, context, window_size=seen)
-        return out.unflatten(0, query.shape[:2])
-
-    return attend
+    def __str__(self) -> str:
+        return f"{self.model}, {self.rows} x {self.context}, {self.heads} heads, window {self.window}"
 
 
-def measure(attend: Callable[..., Tensor], given: list[Tensor], keys: float, device: torch.device) -> dict[str, float]:
-    out = attend(*given)
-    pull = torch.randn_like(out)
-    forward = seconds(lambda: attend(*given), device, CALLS, REPEATS)
-    both = seconds(lambda: torch.autograd.grad(attend(*given), given, pull), device, CALLS, REPEATS)
-    work = keys * given[0].shape[2] * HEAD_DIM * TOKENS
-    return {
-        "forward_us": forward * 1e6,
-        "backward_us": (both - forward) * 1e6,
-        "forward_flops": 4 * work / forward,
-        "backward_flops": 10 * work / (both - forward),
-    }
+MODELS = [("d12", 16, 2048, 6), ("d12", 32, 2048, 6), ("d20", 8, 2048, 10), ("d8", 64, 1024, 4)]
+SHAPES = [Shape(*model, model[2] // share) for share in (4, 1) for model in MODELS]
+
+
+def by_plan(kernel: str, shape: Shape, device: torch.device) -> Callable[..., Tensor]:
+    plan = plan_for(kernel, shape.window, shape.context, device)
+    return lambda *given: windowed_attention(*given, plan)
+
+
+def by_backend(backend: SDPBackend, shape: Shape, device: torch.device) -> Callable[..., Tensor]:
+    attend = by_plan(SDPA, shape, device)
+
+    def alone(*given: Tensor) -> Tensor:
+        kernels.BACKENDS[:] = [backend]
+        return attend(*given)
+
+    return alone
+
+
+def ways_of(shape: Shape, device: torch.device) -> dict[str, Callable[..., Tensor]]:
+    """Plain PyTorch is left out: it is not to be near."""
+    names = [name for name, kernel in KERNELS.items() if name not in (BLOCKWISE, SDPA) and kernel.serves(shape.case)]
+    ways = {name: by_plan(name, shape, device) for name in names}
+    if KERNELS[SDPA].serves(shape.case):
+        backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+        ways |= {f"{SDPA}, {each.name.split('_')[0].lower()}": by_backend(each, shape, device) for each in backends}
+    return ways
+
+
+def measure(name: str, attend: Callable[..., Tensor], shape: Shape, given: list[Tensor], rate: float) -> Row | None:
+    """One line and one row; None where this GPU, build or tile cannot."""
+    device = given[0].device
+    try:
+        pull = torch.randn_like(attend(*given))
+        forward = seconds(lambda: attend(*given), device, CALLS, REPEATS)
+        both = seconds(lambda: torch.autograd.grad(attend(*given), given, pull), device, CALLS, REPEATS)
+    except Exception as error:  # whatever a kernel raises: the others go on
+        print(f"{shape}, {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}")
+        return None
+    row = shape._asdict() | {"way": name, "forward_us": forward * 1e6, "both_us": both * 1e6}
+    row["forward_share"] = shape.flops(FORWARD) / forward / rate
+    row["both_share"] = shape.flops(FORWARD + BACKWARD) / both / rate
+    print(
+        f"{shape}, {name:40}: forward {row['forward_us']:6.0f} us, with backward {row['both_us']:6.0f} us; of the rate "
+        f"{row['forward_share']:.1%} and {row['both_share']:.1%}",
+        flush=True,
+    )
+    return row
+
+
+def inputs_of(shape: Shape, device: torch.device) -> list[Tensor]:
+    torch.manual_seed(0)
+    size = (shape.rows, shape.context, shape.heads, HEAD_DIM)
+    return [torch.randn(size, device=device, dtype=DTYPE).requires_grad_() for _ in range(3)]
+
+
+def search(shape: Shape, device: torch.device, rate: float, until: float) -> list[Row]:
+    """Tiles of our kernels, each part alone: the best of each stay in `TILES`."""
+    usual, best, found = dict(TILES), dict(TILES), []
+    given, attend = inputs_of(shape, device), by_plan(FUSED, shape, device)
+    least: dict[str, float] = {}
+    for part, tile in [*usual.items(), *OTHERS]:
+        if time.monotonic() > until and tile != usual[part]:
+            print(f"no time for {part} {tuple(tile)}")
+            continue
+        TILES.update(usual | {part: tile})
+        row = measure(f"{FUSED}, {part} {tuple(tile)}", attend, shape, given, rate)
+        if row is None:
+            continue
+        found.append(row)
+        cost = row["forward_us" if part == "forward" else "both_us"]
+        if cost < least.get(part, math.inf):
+            least[part], best[part] = cost, tile
+    TILES.update(best)
+    print(f"tiles: {', '.join(f'{part} {tuple(tile)}' for part, tile in best.items())}")
+    return found
+
+
+def orders(rows: list[Row]) -> dict[str, list[str]]:
+    """Kernels by the mean over shapes of their time beside the best's, those first that are in all of them."""
+    found = {}
+    for kind, windowed in (("windowed", True), ("full", False)):
+        shapes: dict[Any, dict[str, float]] = {}
+        for row in rows:
+            if (row["window"] < row["context"]) == windowed:
+                key, name = (row["model"], row["rows"]), row["way"].split(",")[0]
+                own = shapes.setdefault(key, {})
+                own[name] = min(own.get(name, math.inf), row["both_us"])
+        names = {name for own in shapes.values() for name in own}
+
+        def slower(name: str, shapes: Any = shapes) -> float:
+            return sum(own.get(name, math.inf) / min(own.values()) for own in shapes.values())
+
+        found[kind] = sorted(names, key=slower)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--tilings", action="store_true", help="all of FlexAttention's, not only its own choice")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=150.0, help="a third of it for tiles")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA GPU")
-    device, context = torch.device("cuda"), asked.context
-    rates = machine_rates(device, torch.bfloat16, False, REPEATS)
-    rows, found = TOKENS // context, []
-    shapes = [(heads, window) for heads in (6, 10) for window in (context // 4, context)][
-        : 1 if asked.tilings else None
-    ]
-    for heads, window in shapes:
-        torch.manual_seed(0)
-        shape = (rows, context, heads, HEAD_DIM)
-        given = [torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
-        keys = sum(min(at + 1, window) for at in range(context)) / context
-        tilings = TILINGS if asked.tilings else {"flex": {}}
-        ways = {name: by_flex(options, context, window, device) for name, options in tilings.items()}
-        ways["varlen"] = by_varlen(context, window, rows, device)
-        for name, attend in ways.items():
-            torch._dynamo.reset()
-            try:
-                row = {"way": name, "heads": heads, "window": window} | measure(attend, given, keys, device)
-            except Exception as error:  # a tiling that does not fit, or an op that this build lacks: the others go on
-                print(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}")
-                continue
-            found.append(row)
-            ratios = (row[f"{part}_flops"] / rates["matrix_flops"] for part in ("forward", "backward"))
-            print(
-                f"{heads:3} heads, window {window:5}, {name:24}: forward {row['forward_us']:7.0f} us, backward "
-                f"{row['backward_us']:7.0f} us; of the rate {next(ratios):.1%} and {next(ratios):.1%}"
-            )
-    facts = rates | machine_facts(device, torch.bfloat16)
-    print(json.dumps({"context": context, "tokens": TOKENS, "rows": found} | facts))
+    began, device = time.monotonic(), torch.device("cuda")
+    rates = machine_rates(device, DTYPE, False, REPEATS)
+    rate = rates["matrix_flops"]
+    tiles = search(SHAPES[0], device, rate, began + asked.seconds / 3)
+    found: list[Row] = []
+    for shape in SHAPES:
+        given, own = inputs_of(shape, device), []
+        for name, attend in ways_of(shape, device).items():
+            row = measure(name, attend, shape, given, rate)
+            own += [] if row is None else [row]
+        if own:
+            best = min(own, key=lambda row: row["both_us"])
+            best["best"] = True
+            print(f"{shape}: {best['way']}\n", flush=True)
+        found += own
+    result = {
+        "benchmark": "attention",
+        "rows": found,
+        "tiles": tiles,
+        "chosen_tiles": {part: list(tile) for part, tile in TILES.items()},
+        "orders": orders(found),
+        "seconds": time.monotonic() - began,
+    }
+    result |= rates | machine_facts(device, DTYPE)
+    for kind, names in result["orders"].items():
+        print(f"{kind}: {', '.join(names)}")
+    if asked.out:
+        files.write_json(asked.out, result)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from maglev.bench.lines import Lines
 from maglev.bench.train_worker import RandomTask
 from maglev.data.loader import Batch
 from maglev.data.stdlib_text import documents
-from maglev.ops import attention, fp8
+from maglev.ops import fp8
 from maglev.recipes import RECIPES, run_config
 from maglev.train.distributed import Ranks
 from maglev.train.loop import Trainer
@@ -64,15 +64,8 @@ class TextTask(RandomTask):
         return TextRows(context, seed)
 
 
-def take_plain() -> None:
-    """What is not compiled takes no kernel of ours, and here not FlexAttention either."""
-    attention.choose_kernel = lambda device_type: attention.BLOCKWISE  # type: ignore[assignment]
-
-
 def losses_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.device) -> list[float]:
     steps, rows = asked.steps, asked.rows
-    if way in ("plain", "other"):
-        take_plain()
     settings = {
         "model.width": WIDTH,
         "model.context": CONTEXT,
@@ -84,6 +77,7 @@ def losses_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.de
         "train.precision": asked.precision,
         "train.validate_every": 0,
         "train.compile": "off" if way in ("plain", "other") else "auto",
+        "train.attention": "blockwise" if way in ("plain", "other") else "auto",
         "train.products": "fp8" if way == "fp8" else "plain",
     }
     trainer = Trainer(run_config(recipe, DEPTH, settings), TextTask(256), Path(), Ranks(0, 1, 0, device), Lines())

@@ -339,6 +339,7 @@ class TrainConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"
     recompute: Literal["none", "selective", "full"] = "none"
+    attention: Literal["auto", "blockwise", "flex", "fused", "varlen", "sdpa"] = "auto"
     products: Literal["plain", "fp8"] = "plain"
     sharding: Literal["none", "full"] = "none"
     timeout: int = 1800

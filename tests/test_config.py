@@ -121,6 +121,7 @@ BAD_SETTINGS = [
     ("swa-ssss", "train.precision", "float8"),
     ("swa-ssss", "train.compile", "yes"),
     ("swa-ssss", "train.recompute", "some"),
+    ("swa-ssss", "train.attention", "dense"),
     ("swa-ssss", "train.products", "fp4"),
     ("swa-ssss", "train.sharding", "some"),
     ("swa-ssss", "train.timeout", "0"),

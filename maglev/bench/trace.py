@@ -7,8 +7,8 @@ from typing import Any
 # of the ranges that the benchmark marks in the trace
 PREFIX = "maglev."
 KINDS = ("matmul", "attention", "norm and elementwise", "loss", "optimizer", "copies", "idle")
-# names of kernels: FlexAttention and its rivals, cuBLAS and CUTLASS, what a cross-entropy is made of
-ATTENTION = re.compile(r"flex_attention|flash|fmha|sdpa|attention", re.I)
+# names of kernels: FlexAttention and its rivals, our own last; cuBLAS and CUTLASS; what a cross-entropy is made of
+ATTENTION = re.compile(r"flex_attention|flash|fmha|sdpa|attention|^(attend|queries|keys)_kernel", re.I)
 MATMUL = re.compile(r"gemm|nvjet|xmma|cutlass|triton_tem_fused_\w*mm|wgrad|splitk", re.I)
 LOSS = re.compile(r"softmax|nll_loss|cross_entropy|tanh|nats", re.I)
 

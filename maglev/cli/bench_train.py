@@ -114,6 +114,9 @@ def render_train(result: Result) -> None:
     console().print(table)
     for title, key in (("part", "ms_by_part"), ("kind of op", "ms_by_op")):
         render_split(title, [(f"{row['recipe']} d{row['depth']}", row[key]) for row in result["rows"] if row[key]])
+    for line in dict.fromkeys(row["attention"] for row in result["rows"]):
+        models = dict.fromkeys(row["recipe"] for row in result["rows"] if row["attention"] == line)
+        console().print(f"{', '.join(models)}: {line}.", soft_wrap=True)
     console().print(
         f"FLOPs: {result['flop_convention']}. 'MFU': of the matrix product's rate in this run. 'allowed': SWA's FLOPs "
         "by the model's; 'of it': the speed beside that. 'memory': peak by SWA's. 'start': from the start of the "

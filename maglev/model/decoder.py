@@ -11,7 +11,7 @@ from maglev.model.attention import Attend, Block
 from maglev.model.layers import Embedding, Readout
 from maglev.model.memory import Features, Rotation, injection_of
 from maglev.model.state import DecoderState
-from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attention
+from maglev.ops.attention import plan_attention, windowed_attention
 from maglev.ops.inject import rms_norm
 from maglev.ops.rotation import rotation, turn_frequencies
 
@@ -53,15 +53,12 @@ def attend_in_parallel(
     *,
     dtype: torch.dtype,
     head_dim: int,
+    kernel: str | None = None,
     entries: int = 1,
 ) -> list[Attend]:
     """For all positions of tokens (B, T)."""
-
-    def plan(window: int) -> AttentionPlan:
-        length, device = tokens.shape[1], tokens.device
-        return plan_attention(window, length, device, starts=starts, dtype=dtype, head_dim=head_dim, entries=entries)
-
-    plans = {window: plan(window) for window in set(windows)}
+    plan = partial(plan_attention, starts=starts, dtype=dtype, head_dim=head_dim, kernel=kernel, entries=entries)
+    plans = {window: plan(window, tokens.shape[1], tokens.device) for window in set(windows)}
     return [partial(windowed_attention, plan=plans[window]) for window in windows]
 
 
@@ -71,6 +68,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        # what training passes take in place of their own choice
+        self.attention_kernel: str | None = None
         self.embedding = Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.scales = Scales(config.depth)
@@ -109,6 +108,7 @@ class Decoder(nn.Module):
             starts,
             dtype=self.compute_dtype,
             head_dim=config.head_dim,
+            kernel=self.attention_kernel,
             entries=1 if previous_memory is None else config.entries,
         )
         return self.run(tokens, positions, previous_memory, attends, embedded)

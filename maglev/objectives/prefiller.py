@@ -23,6 +23,7 @@ class SharedPrefiller(nn.Module):
     def __init__(self, config: ModelConfig, pattern: str) -> None:
         super().__init__()
         self.windows = tile_windows(pattern, config.depth, config.window, config.context)
+        self.head_dim = config.head_dim
         self.scales = Scales(config.depth)
 
     def forward(
@@ -32,8 +33,8 @@ class SharedPrefiller(nn.Module):
         x = decoder.embedding(tokens) if embedded is None else embedded
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         angles = rotation(positions, decoder.frequencies, x.dtype)
-        head_dim = decoder.config.head_dim
-        attends = attend_in_parallel(self.windows, tokens, starts, dtype=x.dtype, head_dim=head_dim)
+        head_dim, kernel = self.head_dim, decoder.attention_kernel
+        attends = attend_in_parallel(self.windows, tokens, starts, dtype=x.dtype, head_dim=head_dim, kernel=kernel)
         return run_blocks(x, [*decoder.blocks], self.scales, angles, None, attends)
 
 
@@ -84,7 +85,8 @@ class SeparatePrefiller(nn.Module):
             x = rms_norm(self.entry_proj(x))
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         angles = rotation(positions, self.frequencies, x.dtype)
-        attends = attend_in_parallel(self.windows, tokens, starts, dtype=x.dtype, head_dim=self.head_dim)
+        head_dim, kernel = self.head_dim, decoder.attention_kernel
+        attends = attend_in_parallel(self.windows, tokens, starts, dtype=x.dtype, head_dim=head_dim, kernel=kernel)
         blocks = [
             block.within(decoder.blocks[layer]) if isinstance(block, OwnParts) else block
             for layer, block in enumerate(self.blocks)

@@ -68,6 +68,7 @@ class Sweeps:
                 starts,
                 dtype=decoder.compute_dtype,
                 head_dim=decoder.config.head_dim,
+                kernel=decoder.attention_kernel,
                 entries=decoder.config.entries,
             )
 

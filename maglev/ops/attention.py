@@ -1,35 +1,35 @@
 """Causal windowed attention over all positions; the only place where W becomes a kernel's argument.
 
-A plan holds what all layers of one window share (block masks). The kernel is chosen per device by running it once.
+A plan holds what all layers of one window share, their kernel among it: the first in an order that serves the case and
+agrees with the definition when it is run once.
 """
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maglev.ops import flex, reference
+from maglev.errors import WorkError
+from maglev.ops import reference
 from maglev.ops.decode import unpacked
+from maglev.ops.kernels import BLOCKWISE, FLEX, FUSED, KERNELS, SDPA, VARLEN, Case, plan_for
+from maglev.ops.plan import AttentionPlan
 
-BLOCKWISE, FLEX, PACKED = "blockwise", "flex", "packed"
-SMALLEST_BLOCK, LARGEST_BLOCK = 32, 256
+__all__ = ["AttentionPlan", "describe", "plan_attention", "slot_attention", "windowed_attention"]
 
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """`queries` are the positions of the queries among `keys` keys; a query sees `window` keys, itself included."""
-
-    kernel: str
-    window: int
-    keys: int
-    queries: range
-    block: int
-    # sliding: (blocks, 1, C, span) or (B * blocks, 1, C, span); full: the starts (B, Q), if any; flex: its BlockMask;
-    # packed: the plan over single entries
-    mask: Any
+PACKED = "packed"
+# Fastest first, forward and backward together. To be set by `benchmarks/attention_gpu.py --out
+# results/attention-h200.json`, whose last lines are these orders; until then FlexAttention is first, which
+# results/train-h200.json was measured with, and varlen attention, which was slower (docs/log.md), last.
+ORDER = {
+    "windowed": (FLEX, FUSED, VARLEN, BLOCKWISE),
+    "full": (FLEX, SDPA, FUSED, VARLEN, BLOCKWISE),
+}
+# what a check runs: a window that ends inside of blocks, grouped heads
+CHECKED_LENGTH, CHECKED_WINDOW = 192, 50
+LARGEST_ERROR = 0.02
 
 
 def plan_attention(
@@ -45,7 +45,8 @@ def plan_attention(
     entries: int = 1,
 ) -> AttentionPlan:
     """`starts` (B, Q): the first key that each query may see, for rows that hold several documents. With several
-    `entries` the heads of all keys of a position come one after another, and a query sees all of its own too."""
+    `entries` the heads of all keys of a position come one after another, and a query sees all of its own too. `kernel`
+    is the one to train with where it serves."""
     queries = range(keys) if queries is None else queries
     if entries > 1:
         at = range((queries.start + 1) * entries - 1, queries.stop * entries, queries.step * entries)
@@ -53,18 +54,12 @@ def plan_attention(
         single = plan_attention(
             window * entries, keys * entries, device, at, starts, dtype=dtype, head_dim=head_dim, kernel=kernel
         )
-        return AttentionPlan(PACKED, min(window, keys), keys, queries, 0, single)
-    kernel = kernel or kernel_for(device, len(queries), dtype, head_dim)
-    window = min(window, keys)
-    if kernel == FLEX:
-        return AttentionPlan(kernel, window, keys, queries, 0, flex.block_mask(window, keys, queries, starts, device))
-    if window == keys:
-        # every query sees all keys before it: whole causal attention, or block by block for some queries or documents
-        whole = queries == range(keys) and starts is None
-        return AttentionPlan(kernel, window, keys, queries, 0 if whole else LARGEST_BLOCK, starts)
-    block = min(max(SMALLEST_BLOCK, window // (2 * queries.step)), LARGEST_BLOCK, len(queries))
-    mask = blockwise_mask(window, keys, queries, starts, block, device)
-    return AttentionPlan(kernel, window, keys, queries, block, mask)
+        return AttentionPlan(PACKED, min(window, keys), keys, queries, mask=single)
+    whole = queries == range(keys) and starts is None
+    case = Case(device.type, dtype, head_dim, len(queries), window >= keys, whole)
+    # reading and evaluation have any shape, which FlexAttention would compile for, and no gradients
+    chosen = choose(case, kernel)[0] if torch.is_grad_enabled() else BLOCKWISE
+    return plan_for(chosen, window, keys, device, queries, starts)
 
 
 def windowed_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
@@ -72,11 +67,7 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, plan: Attentio
     if plan.kernel == PACKED:
         entries = plan.mask.keys // plan.keys
         return windowed_attention(query, unpacked(key, entries), unpacked(value, entries), plan.mask)
-    if plan.kernel == FLEX:
-        return flex.attention(query, key, value, plan.mask)
-    if plan.window < plan.keys:
-        return blockwise_attention(query, key, value, plan)
-    return growing_attention(query, key, value, plan) if plan.block else causal_attention(query, key, value)
+    return KERNELS[plan.kernel].attend(query, key, value, plan)
 
 
 def slot_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -88,125 +79,69 @@ def slot_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.einsum("btghs,btsgd->btghd", weights, value).flatten(2, 3)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    out = F.scaled_dot_product_attention(
-        query.transpose(1, 2), repeat_heads(key, query), repeat_heads(value, query), is_causal=True
-    )
-    return out.transpose(1, 2)
+def choose(case: Case, wanted: str | None = None) -> tuple[str, str]:
+    """The kernel that a training pass takes, and a word on it and on those before it that failed.
 
-
-def growing_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-    """Full causal attention of some positions: a block of queries at a time over the keys before its end."""
-    parts = []
-    for first in range(0, len(plan.queries), plan.block):
-        positions = plan.queries[first : first + plan.block]
-        end = positions[-1] + 1
-        starts = None if plan.mask is None else plan.mask[:, first : first + plan.block]
-        seen = reference.visible(end, plan.window, positions, starts, query.device)[:, None]  # (1 or B, 1, C, end)
-        part = query[:, first : first + plan.block]
-        keys, values = repeat_heads(key[:, :end], query), repeat_heads(value[:, :end], query)
-        parts.append(F.scaled_dot_product_attention(part.transpose(1, 2), keys, values, attn_mask=seen).transpose(1, 2))
-    return torch.cat(parts, dim=1)
-
-
-def repeat_heads(features: Tensor, query: Tensor) -> Tensor:
-    """(B, T, G, Dh) -> (B, H, T, Dh)."""
-    group = query.shape[2] // features.shape[2]
-    heads_first = features.transpose(1, 2)
-    return heads_first if group == 1 else heads_first.repeat_interleave(group, dim=1)
-
-
-def blockwise_mask(
-    window: int, keys: int, queries: range, starts: Tensor | None, block: int, device: torch.device
-) -> Tensor:
-    """Query i of block n stands at i * step + window - 1 of the block's own span of keys."""
-    step = queries.step
-    blocks = -(-len(queries) // block)
-    span = (block - 1) * step + window
-    first_key = queries.start - (window - 1) + torch.arange(blocks, device=device) * block * step  # (n,)
-    offset = torch.arange(span, device=device)  # (span,)
-    at = torch.arange(block, device=device)[:, None] * step + window - 1  # (C, 1)
-    seen = (offset <= at) & (offset > at - window)  # (C, span)
-    key = first_key[:, None] + offset  # (n, span)
-    seen = seen[None] & (key >= 0)[:, None]  # (n, C, span)
-    if starts is not None:
-        padded = F.pad(starts, (0, blocks * block - len(queries))).unflatten(1, (blocks, block))  # (B, n, C)
-        seen = (seen[None] & (key[:, None] >= padded[..., None])).flatten(0, 1)  # (B * n, C, span)
-    # queries that pad the last block see everything, so that no softmax is empty; their output is dropped
-    row = torch.arange(blocks * block, device=device).view(blocks, block, 1) >= len(queries)
-    row = row if starts is None else row.repeat(starts.shape[0], 1, 1)
-    return (seen | row).unsqueeze(1)
-
-
-def blockwise_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-    """Blocks of C queries over their own span of W + (C - 1) * step keys: time and memory linear in T."""
-    batch, count = query.shape[:2]
-    block, step, window = plan.block, plan.queries.step, plan.window
-    blocks = -(-count // block)
-    span = (block - 1) * step + window
-    first = plan.queries.start - (window - 1)
-    last = first + (blocks - 1) * block * step + span
-
-    def spans(features: Tensor) -> Tensor:
-        # keys from `first` to `last`, zeros where there are none: (B, L, G, Dh) -> (B * n, H, span, Dh)
-        padded = F.pad(features, (0, 0, 0, 0, -first, last - features.shape[1]))
-        parts = padded.unfold(1, span, block * step).permute(0, 1, 2, 4, 3).flatten(0, 1)
-        group = query.shape[2] // features.shape[2]
-        return parts if group == 1 else parts.repeat_interleave(group, dim=1)
-
-    padded_query = F.pad(query, (0, 0, 0, 0, 0, blocks * block - count))
-    parts = padded_query.unflatten(1, (blocks, block)).flatten(0, 1).transpose(1, 2)  # (B * n, H, C, Dh)
-    mask = plan.mask if plan.mask.shape[0] == batch * blocks else plan.mask.repeat(batch, 1, 1, 1)
-    out = F.scaled_dot_product_attention(parts, spans(key), spans(value), attn_mask=mask)
-    return out.transpose(1, 2).unflatten(0, (batch, blocks)).flatten(1, 2)[:, :count]
-
-
-def kernel_for(device: torch.device, queries: int, dtype: torch.dtype, head_dim: int) -> str:
-    """FlexAttention compiles for every shape it meets: training has few of them, reading and evaluation have any."""
-    if torch.is_grad_enabled() and flex.serves(queries, dtype, head_dim):
-        return choose_kernel(device.type)
-    return BLOCKWISE
+    One that is asked for and serves, but fails, ends the work: who asks wants to know.
+    """
+    if wanted is not None and KERNELS[wanted].serves(case):
+        works, reason = check(wanted, case.device_type)
+        if not works:
+            raise WorkError(f"train.attention is {wanted}, which {reason}; set it to auto")
+        return wanted, reason
+    failed = ""
+    for name in ORDER["full" if case.is_full else "windowed"]:
+        if KERNELS[name].serves(case):
+            works, reason = check(name, case.device_type)
+            if works:
+                return name, reason + failed
+            failed += f"; {name} {reason}"
+    raise AssertionError("plain PyTorch serves everything")
 
 
 @functools.cache
-def choose_kernel(device_type: str) -> str:
-    """The kernel that this process trains with on that kind of device, found by running it; `describe` says which."""
-    return probe(device_type)[0]
-
-
-def describe(device_type: str) -> str:
-    """One line for the log: which kernel, and why not the faster one."""
-    kernel, reason = probe(device_type)
-    return f"attention on {device_type}: {kernel} ({reason})"
-
-
-@functools.cache
-def probe(device_type: str) -> tuple[str, str]:
-    if device_type != "cuda":
-        return BLOCKWISE, "plain PyTorch"
+def check(kernel: str, device_type: str) -> tuple[bool, str]:
+    """Whether a kernel works on that kind of device, found by running it once, and what came of it."""
+    if kernel == BLOCKWISE:
+        return True, "plain PyTorch"
     try:
-        return check_flex(torch.device(device_type))
-    except Exception as error:  # whatever a missing compiler, driver or kernel raises: say it and go on without
-        line = (str(error).splitlines() or [""])[0]
-        return BLOCKWISE, f"FlexAttention failed: {type(error).__name__}: {line[:120]}"
+        error = error_of(kernel, torch.device(device_type))
+    except Exception as failure:  # whatever a missing compiler, driver or kernel raises: say it and go on without
+        line = (str(failure).splitlines() or [""])[0]
+        return False, f"failed: {type(failure).__name__}: {line[:120]}"
+    if not error < LARGEST_ERROR:
+        return False, f"differs from the definition by {error:.3f}"
+    return True, f"within {error:.4f} of the definition"
 
 
-def check_flex(device: torch.device) -> tuple[str, str]:
-    """Forward and backward of FlexAttention against the definition, on a shape with an edge in it."""
+def error_of(kernel: str, device: torch.device) -> float:
+    """Forward and backward against the definition, on a shape with an edge in it."""
     generator = torch.Generator("cpu").manual_seed(0)
+    window = CHECKED_LENGTH if kernel == SDPA else CHECKED_WINDOW
 
     def draw(heads: int) -> Tensor:
-        numbers = torch.randn(1, 192, heads, 64, generator=generator)
+        numbers = torch.randn(1, CHECKED_LENGTH, heads, 64, generator=generator)
         return numbers.to(device, torch.bfloat16).requires_grad_()
 
     # the first call may come from an evaluation, which has no gradients
     with torch.inference_mode(False), torch.enable_grad():
         inputs = (draw(4), draw(2), draw(2))
-        plan = plan_attention(50, 192, device, kernel=FLEX)
+        plan = plan_for(kernel, window, CHECKED_LENGTH, device)
         results = []
-        for out in (windowed_attention(*inputs, plan), reference.windowed_attention(*inputs, 50)):
+        for out in (windowed_attention(*inputs, plan), reference.windowed_attention(*inputs, window)):
             results.append([out.detach(), *torch.autograd.grad(out.square().sum(), inputs)])
-        worst = max(float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True))
-    if not worst < 0.02:
-        return BLOCKWISE, f"FlexAttention differs from the definition by {worst:.3f}"
-    return FLEX, f"FlexAttention, within {worst:.4f} of the definition"
+        return max(float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True))
+
+
+def describe(device_type: str, cases: Mapping[str, Case] | None = None, wanted: str | None = None) -> str:
+    """One line for the log: which kernel each kind of layer takes, and why not a faster one."""
+    if cases is None:
+        usual = Case(device_type, torch.bfloat16, 128, 2048, is_full=False, is_whole=True)
+        cases = {"windows": usual, "whole context": usual._replace(is_full=True)}
+    chosen = {name: choose(case, wanted) for name, case in cases.items()}
+    found = dict.fromkeys(chosen.values())
+    if len(found) == 1:
+        parts = [f"{kernel} ({reason})" for kernel, reason in found]
+    else:
+        parts = [f"{name}: {kernel} ({reason})" for name, (kernel, reason) in chosen.items()]
+    return f"attention on {device_type}: " + "; ".join(parts)

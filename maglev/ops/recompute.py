@@ -14,12 +14,19 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from maglev.ops.inject import NORM_EPS, rms_norm
 
-COSTLY = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.higher_order.flex_attention,
-)
+# by name: some are known to PyTorch only once their kernel is chosen
+COSTLY = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "flex_attention",
+    "maglev::attend",
+    "torch_attn::_varlen_attn",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+}
 
 
 class Keeping(NamedTuple):
@@ -40,7 +47,7 @@ def again(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def leave_costly(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_SAVE if op in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.PREFER_SAVE if op.name() in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def again_compiled(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -83,7 +83,7 @@ def building_kernels(device: torch.device) -> Iterator[None]:
         line = (str(error).strip().splitlines() or [""])[0]
         raise WorkError(
             f"a kernel could not be built on {device}: {type(error).__name__}: {line[:160]}; set train.compile to off "
-            f"({attention.describe(device.type)})"
+            f"or train.attention to another ({attention.describe(device.type)})"
         ) from error
 
 

@@ -26,7 +26,8 @@ from maglev.values import canonical_json, parse_value
 # what may differ when a run is resumed: it changes where and how fast things are computed, at most their rounding
 FREE_ON_RESUME = {
     "device", "checkpoint_every", "keep_checkpoints", "validate_every", "validation_rows", "log_every",
-    "tensorboard", "compile", "max_bad_steps", "threads", "rows_per_pass", "recompute", "sharding", "timeout",
+    "tensorboard", "compile", "max_bad_steps", "threads", "rows_per_pass", "recompute", "attention", "sharding",
+    "timeout",
 }  # fmt: skip
 # what the tokens of a run mean; each kind of task has its own
 MEANINGS = (TOKENIZER, RECALL)

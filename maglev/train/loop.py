@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from maglev import checkpoint, files
-from maglev.config import LRTConfig, RunConfig
+from maglev.config import RunConfig
 from maglev.data.loader import Batch
 from maglev.errors import RequestError, WorkError
 from maglev.evaluate.diagnostics import loop_diagnostics
@@ -31,7 +31,14 @@ from maglev.train.metrics import MetricsLog, writing
 from maglev.train.optimizer import Optimizer
 from maglev.train.param_groups import ParamGroup, RoleOf, build_param_groups, role_of
 from maglev.train.passes import Passes, StepLosses
-from maglev.train.setup import build_for_training, compute_dtype, meet_teacher, rows_of_step, start_from
+from maglev.train.setup import (
+    attention_cases,
+    build_for_training,
+    compute_dtype,
+    meet_teacher,
+    rows_of_step,
+    start_from,
+)
 from maglev.train.signals import Interruption
 from maglev.train.speed import clock, matrix_rate
 from maglev.train.task import Task, Validation
@@ -327,23 +334,12 @@ class Trainer:
             f"{recipe}, depth {depth}: {self.steps} steps of {tokens:,} tokens ({share}), "
             f"{self.rows // size} x {size} rows per rank on {self.device}"
             + (f", parameters divided over {self.ranks.world} ranks" if self.divided else ""),
-            attention.describe(self.device.type) + self.exceptions(),
+            attention.describe(
+                self.device.type,
+                attention_cases(self.config, self.objective, self.device),
+                self.objective.decoder.attention_kernel,
+            ),
         ]
-
-    def exceptions(self) -> str:
-        """Passes whose shapes the chosen kernel does not take."""
-        config, decoder = self.config, self.objective.decoder
-        counts = [config.model.context]
-        if isinstance(config.objective, LRTConfig) and config.objective.schedule == "interleaved":
-            counts.append(-(-config.model.context // config.objective.passes))
-        chosen = attention.choose_kernel(self.device.type)
-        others = {
-            f"{count} queries: {kernel}"
-            for count in counts
-            if (kernel := attention.kernel_for(self.device, count, decoder.compute_dtype, config.model.head_dim))
-            != chosen
-        }
-        return f"; passes of {', '.join(sorted(others))}" if others else ""
 
     def summary(self) -> dict[str, Any]:
         return {

@@ -1,7 +1,7 @@
 """From a configuration to the parts of a run: modules on their device, rows per pass, weights to start from."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from maglev.checkpoint import newest
-from maglev.config import RunConfig
+from maglev.config import LRTConfig, RunConfig
 from maglev.errors import RequestError
 from maglev.model.accounting import decoder_flops, objective_flops
 from maglev.model.attention import Block
@@ -19,6 +19,7 @@ from maglev.objectives import Objective, build_objective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.objectives.pretrained import PretrainedPrefiller
 from maglev.ops import fp8
+from maglev.ops.kernels import KERNELS, Case
 from maglev.ops.recompute import LEAN, LEAN_COMPILED, again
 from maglev.runs import read_config
 from maglev.train.fitting import USABLE, largest_divisor
@@ -42,6 +43,8 @@ def build_for_training(config: RunConfig, device: torch.device, mesh: DeviceMesh
     if config.train.products == "fp8":
         take_fp8(objective, device)
     prepare_blocks(objective, compiled, config.train.recompute)
+    if config.train.attention != "auto":
+        take_attention(objective, config, device)
     if mesh is None:
         initialise(objective, config.train.seed)
         return objective.to(device)
@@ -62,6 +65,41 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
+def attention_cases(config: RunConfig, objective: Objective, device: torch.device) -> dict[str, Case]:
+    """What the layers of a training pass ask of attention, by name."""
+    model, dtype = config.model, objective.decoder.compute_dtype
+    found: dict[str, Case] = {}
+
+    def add(stack: str, windows: Sequence[int], head_dim: int, queries: int, whole: bool) -> None:
+        for window in sorted(set(windows)):
+            is_full = window >= model.context
+            case = Case(device.type, dtype, head_dim, queries, is_full, whole and not config.data.document_mask)
+            if case not in found.values():
+                found[stack + ("whole context" if is_full else f"window {window}")] = case
+
+    add("", model.windows, model.head_dim, model.context, model.entries == 1)
+    if isinstance(objective, MaglevObjective) and not isinstance(objective.prefiller, PretrainedPrefiller):
+        add("prefiller, ", objective.prefiller.windows, objective.prefiller.head_dim, model.context, True)
+    if isinstance(config.objective, LRTConfig) and config.objective.schedule == "interleaved":
+        passes = config.objective.passes
+        queries = -(-model.context // passes)
+        add(f"{queries} positions of a row, ", model.windows, model.head_dim, queries, passes == 1)
+    return found
+
+
+def take_attention(objective: Objective, config: RunConfig, device: torch.device) -> None:
+    """Where the kernel that is asked for serves, it is taken; where it serves nowhere, it was asked for in error."""
+    wanted = config.train.attention
+    cases = attention_cases(config, objective, device)
+    if not any(KERNELS[wanted].serves(case) for case in cases.values()):
+        able = [name for name, each in KERNELS.items() if any(each.serves(case) for case in cases.values())]
+        raise RequestError(
+            f"train.attention is {wanted}, which takes none of this run's layers on {device.type}; set it to auto"
+            f" or to {', '.join(able)}"
+        )
+    objective.decoder.attention_kernel = wanted
+
+
 def take_fp8(objective: Objective, device: torch.device) -> None:
     """In the blocks alone: embedding, memory projections and readout stay as they are."""
     if not fp8.serves(device):
@@ -74,7 +112,7 @@ def take_fp8(objective: Objective, device: torch.device) -> None:
 def prepare_blocks(objective: Objective, compiled: bool, recompute: str) -> None:
     """Compile per block: seconds instead of minutes, and one graph serves all layers. Recompute as asked for.
 
-    What is not compiled takes no kernel of ours either: should one fail, training goes on without.
+    What is not compiled takes no kernel of ours for loss and injection: should one fail, training goes on without.
     """
     if compiled:
         # one graph per window, memory or none, and position subset; past the limit dynamo silently runs eagerly

@@ -62,6 +62,7 @@ def test_train_sets_models_beside_swa(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["bench", "train", *arguments, "--out", str(out), "--plot", str(plot)]) == 0
     printed = capsys.readouterr().out
     assert "recomputation not counted" in printed and "optimizer" in printed and "maglev-shared-0.1" in printed
+    assert "swa-ssss, maglev-shared-0.1: attention on cpu: blockwise (plain PyTorch)." in printed
     result = json.loads(out.read_text())
     assert result["benchmark"] == "train" and result["quick"] and plot.read_text().startswith("<?xml")
     swa, maglev = result["summary"]

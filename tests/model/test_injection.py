@@ -19,7 +19,8 @@ from maglev.model.chunk import ChunkPass
 from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
 from maglev.objectives import build, build_objective
-from maglev.ops.attention import BLOCKWISE, plan_attention, slot_attention, windowed_attention
+from maglev.ops.attention import plan_attention, slot_attention, windowed_attention
+from maglev.ops.kernels import BLOCKWISE
 from maglev.ops.reference import windowed_attention as reference_attention
 from maglev.recipes import run_config
 from tests.helpers import (

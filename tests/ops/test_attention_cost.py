@@ -1,10 +1,14 @@
-"""The benchmark runs, and says what it is meant to say. What the times are is not a test's business."""
+"""The benchmarks run, and say what they are meant to say. What the times are is not a test's business."""
 
+import importlib.util
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "attention_cost.py"
 
@@ -32,3 +36,24 @@ def test_the_fitted_exponent_is_that_of_the_power_law() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[1.0, 2.0, 0.5]", done.stderr
+
+
+def test_kernels_are_ordered_by_their_time_beside_the_best() -> None:
+    pytest.importorskip("triton")
+    spec = importlib.util.spec_from_file_location("attention_gpu", SCRIPT.parent / "attention_gpu.py")
+    assert spec is not None and spec.loader is not None
+    script: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    # a query at position p of 4 sees p + 1 keys, or with a window of 2 at most 2
+    assert script.Shape("d1", 1, 4, 1, 4).flops(1) == 10 * 128 and script.Shape("d1", 1, 4, 1, 2).flops(1) == 7 * 128
+    times = {"d8": {"flex": 20, "fused": 10, "varlen": 30}, "d12": {"flex": 100, "fused": 150, "varlen": 99}}
+    rows = [
+        {"model": model, "rows": 1, "context": 8, "window": 2, "way": way, "both_us": us}
+        for model, own in times.items()
+        for way, us in own.items()
+    ]
+    rows += [row | {"window": 8, "way": "sdpa, cudnn", "both_us": 1} for row in rows]
+    assert script.orders(rows) == {"windowed": ["fused", "flex", "varlen"], "full": ["sdpa"]}
+    assert len(script.SHAPES) == 8 and all(
+        shape.window in (shape.context, shape.context // 4) for shape in script.SHAPES
+    )

@@ -1,5 +1,5 @@
-"""The CUDA kernel that `ops.attention` chooses, by flash-attention's rule: its error against float32 is at most twice
-that of plain bfloat16 PyTorch, forward and every gradient."""
+"""Every kernel of attention on CUDA, by flash-attention's rule: its error against float32 is at most twice that of
+plain bfloat16 PyTorch, forward and every gradient."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from maglev.ops import reference
-from maglev.ops.attention import choose_kernel, describe, plan_attention, windowed_attention
+from maglev.ops.attention import check, describe, plan_attention, windowed_attention
 from maglev.ops.decode import decode_attention
+from maglev.ops.kernels import BLOCKWISE, FLEX, FUSED, KERNELS, SDPA, VARLEN, plan_for
+from maglev.ops.kernels import Case as Asked
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +51,16 @@ CASES = {
     "documents": Case(documents=True),
     "documents, strided, grouped": Case(length=301, group=2, first=1, step=2, documents=True),
     "longer than a block": Case(batch=1, length=1500, window=512),
+    "a training shape": Case(batch=2, length=2048, window=512, kv_heads=3, head_dim=128),
+    "whole context": Case(length=1024, window=1024, kv_heads=3, head_dim=128),
+    "whole context, grouped, odd": Case(length=333, window=333, group=2),
 }
+
+
+def serves(kernel: str, case: Case, dtype: torch.dtype = torch.bfloat16) -> bool:
+    whole = case.queries == range(case.length) and not case.documents
+    asked = Asked("cuda", dtype, case.head_dim, len(case.queries), case.window >= case.length, whole)
+    return KERNELS[kernel].serves(asked)
 
 
 def draw(case: Case) -> tuple[list[Tensor], Tensor | None]:
@@ -86,13 +97,19 @@ def with_gradients(out: Tensor, inputs: list[Tensor], pull: Tensor) -> list[Tens
     return [out, *torch.autograd.grad(out, inputs, pull.to(out.dtype))]
 
 
-def run_kernel(case: Case, inputs: list[Tensor], starts: Tensor | None) -> Tensor:
-    plan = plan_attention(case.window, case.length, inputs[0].device, case.queries, starts)
+def run_kernel(kernel: str, case: Case, inputs: list[Tensor], starts: Tensor | None) -> Tensor:
+    plan = plan_for(kernel, case.window, case.length, inputs[0].device, case.queries, starts)
     return windowed_attention(*inputs, plan)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_error_is_at_most_twice_that_of_plain_bfloat16(name: str) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_each_kernel_works_here(kernel: str) -> None:
+    works, reason = check(kernel, "cuda")
+    assert works, reason
+
+
+@pytest.mark.parametrize(("name", "kernel"), [(n, k) for n, case in CASES.items() for k in KERNELS if serves(k, case)])
+def test_error_is_at_most_twice_that_of_plain_bfloat16(name: str, kernel: str) -> None:
     case = CASES[name]
     inputs, starts = draw(case)
     pull = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(8)).to("cuda", torch.bfloat16)
@@ -100,43 +117,46 @@ def test_error_is_at_most_twice_that_of_plain_bfloat16(name: str) -> None:
     exact_out = reference.windowed_attention(*exact_inputs, case.window, case.queries, starts)
     exact = with_gradients(exact_out, exact_inputs, pull)
     plain = with_gradients(plain_attention(case, *inputs, starts), inputs, pull)
-    mine = with_gradients(run_kernel(case, inputs, starts), inputs, pull)
+    mine = with_gradients(run_kernel(kernel, case, inputs, starts), inputs, pull)
     for part, expected, naive, got in zip(("output", "query", "key", "value"), exact, plain, mine, strict=True):
         assert got.dtype == torch.bfloat16 and got.shape == expected.shape
         error, allowed = (got.float() - expected).abs().max(), (naive.float() - expected).abs().max()
         assert error <= 2 * allowed + 1e-4, f"{part}: {error:.2e} against {allowed:.2e} of plain bfloat16"
 
 
+@pytest.mark.parametrize("kernel", [FLEX, BLOCKWISE])
 @pytest.mark.parametrize("name", ["plain", "strided, grouped, odd", "documents"])
-def test_float32_agrees_with_the_definition(name: str) -> None:
+def test_float32_agrees_with_the_definition(name: str, kernel: str) -> None:
     case = CASES[name]
     inputs, starts = draw(case)
     inputs = [tensor.detach().float().requires_grad_() for tensor in inputs]
     pull = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(8)).cuda()
     expected = reference.windowed_attention(*inputs, case.window, case.queries, starts)
     for got, want in zip(
-        with_gradients(run_kernel(case, inputs, starts), inputs, pull),
+        with_gradients(run_kernel(kernel, case, inputs, starts), inputs, pull),
         with_gradients(expected, inputs, pull),
         strict=True,
     ):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_causality_is_exact() -> None:
-    case = Case(length=300, window=64)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_causality_is_exact(kernel: str) -> None:
+    case = Case(length=300, window=300 if kernel == SDPA else 64)
     inputs, _ = draw(case)
     inputs = [tensor.detach() for tensor in inputs]
-    before = run_kernel(case, inputs, None)
+    before = run_kernel(kernel, case, inputs, None)
     inputs[1][:, 200:], inputs[2][:, 200:] = 3.0, -3.0
-    after = run_kernel(case, inputs, None)
+    after = run_kernel(kernel, case, inputs, None)
     assert torch.equal(before[:, :200], after[:, :200]) and not torch.equal(before[:, 200], after[:, 200])
 
 
-def test_many_lengths_in_one_process_never_fall_back_to_a_square_matrix() -> None:
+@pytest.mark.parametrize("kernel", [FLEX, FUSED, VARLEN])
+def test_many_lengths_in_one_process_never_fall_back_to_a_square_matrix(kernel: str) -> None:
     """Prompts and last batches come in any length; a compiler that gives up after a few must not do so silently."""
     for length in range(4096, 4096 + 11 * 64, 64):
         query = torch.randn(1, length, 8, 64, device="cuda", dtype=torch.bfloat16)
-        plan = plan_attention(256, length, query.device)
+        plan = plan_for(kernel, 256, length, query.device)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -176,5 +196,22 @@ def test_decoding_error_is_at_most_twice_that_of_plain_bfloat16(group: int, wind
     assert (got.float() - exact).abs().max() <= 2 * (plain.float() - exact).abs().max() + 1e-4
 
 
-def test_the_chosen_kernel_is_the_fast_one_and_is_named() -> None:
-    assert choose_kernel("cuda") == "flex", describe("cuda")
+def test_a_fast_kernel_is_chosen_and_named() -> None:
+    assert BLOCKWISE not in describe("cuda")
+
+
+@pytest.mark.parametrize("kernel", [FLEX, FUSED, VARLEN, SDPA])
+def test_compiled_blocks_take_it_whole(kernel: str) -> None:
+    """As training does: inside of a compiled block, with work around it."""
+    case = Case(length=256, window=256 if kernel == SDPA else 100, head_dim=128)
+    inputs, _ = draw(case)
+    plan = plan_for(kernel, case.window, case.length, inputs[0].device)
+
+    def block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return 2 * windowed_attention(query + 1, key, value * 3, plan)
+
+    pull = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(8)).to("cuda", torch.bfloat16)
+    expected = with_gradients(block(*inputs), inputs, pull)
+    found = with_gradients(torch.compile(block, fullgraph=True, dynamic=False)(*inputs), inputs, pull)
+    for got, wanted in zip(found, expected, strict=True):
+        assert (got - wanted).norm() <= 2e-2 * wanted.norm()

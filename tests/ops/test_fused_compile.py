@@ -1,7 +1,8 @@
-"""What the decoding kernels become on an H200 at d20, batch 1, compiled without one: Triton brings its own tools."""
+"""What kernels become on an H200 at d20, compiled without one: Triton brings its own tools."""
 
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from maglev.ops import fused_decode, fused_inject, fused_product, fused_read, fused_ring  # noqa: E402
+from maglev.ops import (  # noqa: E402
+    fused_attention,
+    fused_decode,
+    fused_inject,
+    fused_product,
+    fused_read,
+    fused_ring,
+)
 
 WIDTH, HEADS, HEAD_DIM, WINDOW, VOCAB = 1280, 10, 128, 512, 32_768
 
@@ -26,6 +34,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assembly(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: list[str], warps: int) -> str:
     """PTX for compute capability 9.0; pointers are aligned to 16 bytes, as PyTorch's are."""
+    return str(built(kernel, types, constants, aligned, num_warps=warps).asm["ptx"])
+
+
+def built(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: list[str], **options: int) -> Any:
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
@@ -37,9 +49,9 @@ def assembly(kernel: Any, types: dict[str, str], constants: dict[str, Any], alig
             if name.endswith("_ptr") or name in aligned
         },
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert compiled.asm["cubin"]
-    return str(compiled.asm["ptx"])
+    return compiled
 
 
 def wide_loads(ptx: str) -> int:
@@ -196,3 +208,38 @@ def test_injection_stays_in_registers(kernel: Any, memory: bool) -> None:
     constants |= {"WIDTH": width, "MEMORY": memory}
     ptx = assembly(kernel, types, constants, ["rows", "period"], fused_inject.WARPS)
     assert wide_loads(ptx) >= (8 if memory else 6) and "st.local" not in ptx
+
+
+ATTENTION = {
+    "forward": fused_attention.attend_kernel,
+    "queries": fused_attention.queries_kernel,
+    "keys": fused_attention.keys_kernel,
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_stays_in_registers(name: str, tmp_path: Path) -> None:
+    """Blocks come by the engine for tensors, products are the tensor cores' own, and no more than a word or two is
+    spilled: assemblers differ by that."""
+    kernel, tile = ATTENTION[name], fused_attention.TILES[name]
+    constants = {"HEADS": HEADS, "GROUP": 1, "WIDTH": HEAD_DIM, "BLOCK": HEAD_DIM, "EXACT": "tf32"}
+    constants |= {"QUERIES": tile.queries, "KEYS": tile.keys}
+    types = {"length": "i32", "window": "i32", "scale": "fp32"}
+    for each in kernel.arg_names:
+        if each.endswith("_ptr"):
+            types[each] = "*fp32" if each in ("log_ptr", "delta_ptr") else "*bf16"
+        elif each.endswith("_from"):
+            rows = tile.keys if each in ("key_from", "value_from") else tile.queries
+            types[each] = f"tensordesc<bf16[1, 1, {rows}, {HEAD_DIM}]>"
+    compiled = built(kernel, types, constants, ["length", "window"], num_warps=tile.warps, num_stages=tile.stages)
+    ptx = str(compiled.asm["ptx"])
+    assert "cp.async.bulk.tensor" in ptx and "wgmma.mma_async" in ptx and "mma.sync" not in ptx
+    # two blocks of 4 warps, or one of 8, have a multiprocessor to themselves
+    assert compiled.metadata.shared <= 227 * 1024 // (8 // tile.warps)
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(compiled.asm["cubin"])
+    told = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)], capture_output=True, text=True
+    )
+    spilled = re.search(r"REG:\d+ STACK:(\d+)", told.stdout)
+    assert spilled is not None and int(spilled[1]) <= 16, told.stdout + told.stderr

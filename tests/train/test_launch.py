@@ -103,7 +103,7 @@ def test_what_does_not_change_the_result_may_differ(data: Path, begun: Path) -> 
     free = {"train.device": "cpu", "train.checkpoint_every": 1, "train.keep_checkpoints": 3, "train.log_every": 2}
     free |= {"train.validate_every": 6, "train.validation_rows": 2, "train.tensorboard": "true"}
     free |= {"train.compile": "off", "train.max_bad_steps": 1, "train.threads": 1, "train.rows_per_pass": 2}
-    free |= {"train.recompute": "selective"}
+    free |= {"train.recompute": "selective", "train.attention": "blockwise"}
     free |= {"train.sharding": "full", "train.timeout": 60}
     assert set(free) == {f"train.{name}" for name in launch.FREE_ON_RESUME}
     assert train(data, begun, free, resume=True)["finished"]
