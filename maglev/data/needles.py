@@ -47,7 +47,7 @@ class NeedleRows(DrawnRows):
         self.question = np.array([*before, 0, *between])
         self.needle = np.array([*self.question, 0, *after])
         self.key_at, self.value_at = len(before), len(self.question)
-        # a question per so many tokens would still leave half of the row to the text
+        # for questions: as many as leave at least half of the row to the text
         places = context // (2 * len(self.needle)) - config.pairs
         self.require_places(places, 1, 2 * len(self.needle) * (config.pairs + 1))
         # the same number in every row: parts of a batch then weigh the same
