@@ -38,7 +38,8 @@ def experiment(words: str, seed: int, arguments: argparse.Namespace, number: int
     run = work / f"{number:03d}-{recipe}-seed{seed}"
     command = [sys.executable, "-m", "maglev", "eval", "recall", recipe, "--json", "--out", str(run)]
     command += ["--seed", str(seed)]
-    for name in ("steps", "depth", "window", "context", "pairs", "variant", "query_share", "spread", "rows"):
+    passed_on = ("steps", "depth", "window", "context", "pairs", "variant", "data", "query_share", "spread", "rows")
+    for name in passed_on:
         value = getattr(arguments, name)
         command += [] if value is None else ["--" + name.replace("_", "-"), str(value)]
     command += ["--keys", str(arguments.keys), "--values", str(arguments.values), "--device", arguments.device]
@@ -83,6 +84,7 @@ def main() -> int:
     for name in ("steps", "depth", "window", "context", "pairs", "rows"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--variant")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="the text of needles")
     parser.add_argument("--query-share", type=float)
     parser.add_argument("--spread")
     parser.add_argument("--keys", type=int, default=32)

@@ -8,7 +8,7 @@ from maglev.config import RunConfig
 from maglev.errors import RequestError
 
 CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
-# in place of the tokenizer: what the tokens of a run on the recall task mean
+# what the tokens of a run on the recall task mean: in place of the tokenizer, or with it where text holds the needles
 RECALL = "recall.json"
 BAD_BATCHES = "bad-batches"
 # what an exported configuration says it is of

@@ -1,7 +1,9 @@
 """`maglev eval recall`: train a recipe on the recall task, or take a run that was, and measure it by distance."""
 
 import dataclasses
+import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +17,7 @@ from maglev.errors import RequestError
 if TYPE_CHECKING:
     from maglev.config import RunConfig
     from maglev.data.recall import RecallConfig
+    from maglev.data.shards import TokenData
 
 STEPS, DEPTH, WINDOW, CONTEXT = 2000, 4, 16, 1024
 ROWS_PER_STEP = 64
@@ -26,7 +29,7 @@ UNTOLD |= {f"train.{name}" for name in ("checkpoint_every", "validate_every", "v
 def recall(
     run_or_recipe: Annotated[
         str,
-        typer.Argument(metavar="RUN_OR_RECIPE", help="A recipe to train on the task, or a run that was trained on it."),
+        typer.Argument(metavar="RUN_OR_RECIPE", help="A recipe to train on the task, or a run that was."),
     ],
     steps: Annotated[int | None, typer.Option("--steps", help=f"Training steps. [default: {STEPS}]")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of weights and rows. [default: 0]")] = None,
@@ -37,7 +40,11 @@ def recall(
     ] = None,
     pairs: Annotated[int | None, typer.Option("--pairs", help="Pairs to remember. [default: 4, or the run's]")] = None,
     variant: Annotated[
-        str | None, typer.Option("--variant", help="pairs, overwrite or copy. [default: pairs, or the run's]")
+        str | None, typer.Option("--variant", help="pairs, overwrite, copy or needles. [default: pairs, or the run's]")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="The text of needles, from 'maglev data prepare'."),
     ] = None,
     query_share: Annotated[
         float | None,
@@ -69,36 +76,42 @@ def recall(
     """Recall beyond the window, by distance and memory source.
 
     The defaults are for a GPU; a CPU does '--depth 2 --window 8 --context 64 --steps 600' in a minute or two.
+    With '--variant needles --data DIR' the pairs lie in real text, and a run trained on text can be asked as well.
     """
     from maglev.data.recall import RecallConfig
+    from maglev.evaluate.recall_results import read_rows
     from maglev.recipes import RECIPES
+    from maglev.runs import RECALL
     from maglev.train.distributed import read_place
 
     for name, number in (("--rows", rows), ("--passes", 1 if passes is None else passes)):
         if number < 1:
             raise RequestError(f"{name} is {number}; it must be at least 1")
+    if results is not None:
+        read_rows(results)
     asked: dict[str, Any] = {"variant": variant, "pairs": pairs, "query_share": query_share, "spread": spread}
     asked |= {"keys": keys, "values": values}
     task_changes = {name: value for name, value in asked.items() if value is not None}
     is_recipe = run_or_recipe in RECIPES or not (Path(run_or_recipe).exists() or os.sep in run_or_recipe)
     if is_recipe:
         task = RecallConfig(**task_changes)
+        text = open_text(task, data, None)
         numbers = {"depth": depth, "steps": steps, "seed": seed, "window": window, "context": context}
-        run = train_on(run_or_recipe, task, numbers, rates, settings or [], device, out)
+        run = train_on(run_or_recipe, task, text, numbers, rates, settings or [], device, out)
         if read_place(os.environ)[0]:
             return
     else:
-        training: dict[str, Any] = {"steps": steps, "seed": seed, "depth": depth, "window": window, "keys": keys}
-        training |= {"values": values, "rates": rates, "set": settings or None, "out": out}
+        training: dict[str, Any] = {"steps": steps, "seed": seed, "depth": depth, "window": window}
+        training |= {"rates": rates, "set": settings or None, "out": out}
+        run = Path(run_or_recipe)
+        # a run on text knows all words alike
+        training |= {"keys": keys, "values": values} if (run / RECALL).exists() else {}
         for name, given in training.items():
             if given is not None:
                 raise RequestError(f"{run_or_recipe} is a run and only measured; leave --{name} away")
-        run = Path(run_or_recipe)
-    if results is not None:
-        from maglev.evaluate.recall_results import read_rows
-
-        read_rows(results)
-    value = measure(run, {} if is_recipe else task_changes, None if is_recipe else context, rows, passes, device)
+        task = task_of(run, task_changes)
+        text = open_text(task, data, run)
+    value = measure(run, task, text, None if is_recipe else context, rows, passes, device)
     keep(run, f"recall-{value['task']['variant']}-{value['task']['pairs']}-{value['context']}", value)
     emit(write_down(value, run, results, plot), as_json, render)
 
@@ -134,6 +147,7 @@ def default_settings(context: int, window: int, steps: int, seed: int, tokens_pe
 def train_on(
     recipe: str,
     task: "RecallConfig",
+    text: "TokenData | None",
     numbers: dict[str, int | None],
     rates: float | None,
     assignments: list[str],
@@ -169,7 +183,7 @@ def train_on(
     rank = read_place(os.environ)[0]
     try:
         with watching(recipe, rank) as watch:
-            summary = launch.train(recipe, Recall(task), run, watch, depth=depth, settings=settings, resume=True)
+            summary = launch.train(recipe, Recall(task, text), run, watch, depth=depth, settings=settings, resume=True)
     except SaidElsewhere as error:
         raise typer.Exit(error.status) from None
     if summary["signal"]:
@@ -179,44 +193,93 @@ def train_on(
     return run
 
 
+def task_of(run: Path, changes: dict[str, Any]) -> "RecallConfig":
+    """What a run is asked: otherwise than in training, if wanted, but in the same tokens."""
+    from maglev.data.recall import RecallConfig
+    from maglev.evaluate.runs import read_recall
+    from maglev.runs import RECALL, read_config
+
+    read_config(run)
+    if changes.get("variant") == "needles" and not (run / RECALL).exists():
+        return RecallConfig(**changes)
+    trained = read_recall(run)
+    task = dataclasses.replace(trained, **changes)
+    if "needles" in (trained.variant, task.variant) and trained.variant != task.variant:
+        raise RequestError(
+            f"{run} was trained on {trained.variant} and does not know the tokens of {task.variant}; "
+            f"leave --variant away, or name another run"
+        )
+    return task
+
+
+def open_text(task: "RecallConfig", data: Path | None, run: Path | None) -> "TokenData | None":
+    """Of needles; it has to speak the run's tokens."""
+    from maglev.data.shards import open_data
+    from maglev.evaluate.runs import open_matching_data
+
+    if task.variant != "needles":
+        if data is not None:
+            raise RequestError(f"--data goes with --variant needles, not with {task.variant}; leave it away")
+        return None
+    if data is None:
+        raise RequestError("needles are planted in text; add --data DIR, a folder that 'maglev data prepare' made")
+    return open_data(data) if run is None else open_matching_data(run, data)
+
+
 def measure(
-    run: Path, task_changes: dict[str, Any], context: int | None, count: int, passes: int | None, device: str
+    run: Path,
+    task: "RecallConfig",
+    text: "TokenData | None",
+    context: int | None,
+    count: int,
+    passes: int | None,
+    device: str,
 ) -> dict[str, Any]:
-    """Every memory source that the run has; the task may be asked otherwise than in training, in the same tokens."""
-    from maglev.data.recall import RecallRows
+    """Every memory source that the run has."""
+    from maglev.data.needles import NeedleRows, recall_rows
     from maglev.evaluate.memories import DEFAULT_PASSES
+    from maglev.evaluate.needles import gain_rows
     from maglev.evaluate.recall import plain_reach, recall_sources
     from maglev.evaluate.recall import recall as measure_recall
     from maglev.evaluate.recall_results import result_rows
-    from maglev.evaluate.runs import load_objective, read_recall
-    from maglev.runs import read_config, read_metrics
+    from maglev.evaluate.runs import load_objective
+    from maglev.runs import RECALL, read_metrics
     from maglev.train.distributed import resolve_device
 
-    read_config(run)
-    task = dataclasses.replace(read_recall(run), **task_changes)
     config, objective, step = load_objective(run, resolve_device(device, setting="--device"), say)
-    rows = RecallRows(task, "validation", context or config.model.context, seed=0)
-    found = []
+    rows = recall_rows(task, "validation", context or config.model.context, 0, text)
+    number, reach = DEFAULT_PASSES if passes is None else passes, plain_reach(config.model)
+    found, gains = [], dict[tuple[str, str], dict[str, Any]]()
     with progress("rows") as meter:
         for source in recall_sources(objective):
-
-            def show(done: int, total: int, stage: str = f"recall, {source}") -> None:
-                meter.update(stage, done, total)
-
-            number = DEFAULT_PASSES if passes is None else passes
+            show = partial(meter.update, f"recall, {source}")
             found.append(measure_recall(objective, rows, source, passes=number, count=count, progress=show))
+            if isinstance(rows, NeedleRows):
+                show = partial(meter.update, f"without a needle, {source}")
+                gains |= gain_rows(objective, rows, source, passes=number, count=count, progress=show)
     seconds = next((row["seconds"] for row in reversed(read_metrics(run)) if row["kind"] == "train"), 0.0)
+    on_text = not (run / RECALL).exists()
     table = result_rows(
-        config, task, rows.context, found, steps=step, seconds=seconds, settings=changed_settings(config)
+        config,
+        task,
+        rows.context,
+        found,
+        steps=step,
+        seconds=seconds,
+        settings=changed_settings(config, on_text),
+        text={"data": text.folder.resolve().name, "trained_on": "text" if on_text else "needles"} if text else {},
+        gains=gains,
     )
+    if all(math.isnan(result.beyond_reach) for result in found):
+        say(f"nothing is asked beyond the plain reach of {reach} tokens; a larger --context does")
     facts = {"run": str(run), "recipe": config.recipe, "seed": config.train.seed, "step": step}
     facts |= {"task": task.to_dict(), "context": rows.context, "window": config.model.window}
-    facts |= {"depth": config.model.depth, "reach": plain_reach(config.model), "chance": task.chance}
+    facts |= {"depth": config.model.depth, "reach": reach, "chance": task.chance}
     return facts | {f"recall_{result.source}": result.beyond_reach for result in found} | {"rows": table}
 
 
-def changed_settings(config: "RunConfig") -> dict[str, Any]:
-    """In what the run differs from its recipe on this task."""
+def changed_settings(config: "RunConfig", on_text: bool = False) -> dict[str, Any]:
+    """In what the run differs from its recipe on this task, or on text."""
     from maglev.recipes import RECIPES, run_config
     from maglev.settings import setting_values
 
@@ -224,6 +287,8 @@ def changed_settings(config: "RunConfig") -> dict[str, Any]:
         return {}
     model, train = config.model, config.train
     defaults = default_settings(model.context, model.window, train.steps, train.seed, train.tokens_per_step)
+    if on_text:
+        defaults = {key: value for key, value in defaults.items() if not key.startswith("optimizer.")}
     whole = default_settings(model.context, model.window, train.steps, train.seed)
     plain = run_config(config.recipe, model.depth, defaults | {"model.vocab_size": model.vocab_size})
     usual = setting_values(plain) | {"train.tokens_per_step": whole["train.tokens_per_step"]}
@@ -261,12 +326,19 @@ def render(value: dict[str, Any]) -> None:
     )
     passes = next((row["passes"] for row in rows if row["passes"]), None)
     names = [f"{source} ({passes} passes)" if source == "refined" else source for source in sources]
-    table = Table("distance / reach", "questions", *names)
+    gained = "gain" in rows[0]
+    table = Table("distance / reach", "questions", *names, *(f"gain, {source}" for source in sources if gained))
     for distance in dict.fromkeys(row["distance"] for row in rows):
         own = [cells[distance, source] for source in sources]
-        table.add_row(distance, f"{own[0]['items']:,}", *(f"{row['accuracy']:.3f}" for row in own))
+        gains = [f"{row['gain']:+.4f}" for row in own if gained]
+        table.add_row(distance, f"{own[0]['items']:,}", *(f"{row['accuracy']:.3f}" for row in own), *gains)
     beyond = [value[f"recall_{source}"] for source in sources]
     table.add_row("beyond 1", "", *(f"{number:.3f}" for number in beyond), style="bold")
     out.print(table)
+    if gained:
+        out.print(
+            "'gain': nats that the value costs more if another needle stood in its place; 0: nothing was remembered",
+            soft_wrap=True,
+        )
     if value["plot"]:
         out.print(f"plot: {value['plot']}", markup=False)

@@ -3,6 +3,7 @@
 A row begins with pairs of a key and a value. After them come filler and questions: a marker, then a key. The target at
 the asked key is its value, and no value is ever given as an answer: the next token is filler or another question. So
 whoever answers must have kept what was said once. Rows are a pure function of (seed, split, row), as those of text are.
+Needles in real text are in `needles.py`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from maglev.data.loader import UNSCORED_TARGET, Batch
 from maglev.data.shards import fingerprint_of
 from maglev.errors import RequestError
 
-Variant = Literal["pairs", "overwrite", "copy"]
+Variant = Literal["pairs", "overwrite", "copy", "needles"]
 Spread = Literal["even", "log"]
 SPLITS = ("train", "validation")
 MARKER = 0
@@ -27,7 +28,8 @@ class RecallConfig:
     """What is asked. Chance is one in `values`; who knows the row's values but not whose they are gets one in `pairs`.
 
     variant: `pairs`; `overwrite`, where as many times as there are pairs a key is given again with another value and
-    the newest counts; `copy`, where `pairs` values in a row are to be said in order from each marker on.
+    the newest counts; `copy`, where `pairs` values in a row are to be said in order from each marker on; `needles`,
+    where keys and values are words of a text, given in sentences that are planted in it.
     query_share: the share of places for questions that hold one. spread: over all distances alike, or as many
     questions from 1 to 2 as from 2 to 4 and so on.
     """
@@ -59,6 +61,10 @@ class RecallConfig:
             f"pairs is {self.pairs}, more than the {self.keys} keys there are; raise keys",
         )
         require(
+            self.variant != "needles" or self.pairs < self.keys,
+            f"pairs is {self.pairs} and keys is {self.keys}; needles need a key more than there are pairs, raise keys",
+        )
+        require(
             0 < self.query_share <= 1,
             f"query_share is {self.query_share}; it must be above 0 and at most 1",
         )
@@ -83,7 +89,7 @@ class RecallConfig:
 
     @property
     def vocab_size(self) -> int:
-        """The marker, fillers, keys, values: each has its own tokens."""
+        """The marker, fillers, keys, values: each has its own tokens. Of needles the vocabulary is the text's."""
         return self.first_value + self.values
 
     @property
@@ -101,63 +107,32 @@ class RecallBatch(NamedTuple):
     distance: np.ndarray  # (R, T) int64, positions since the wanted value was given; 0 where nothing is asked
 
 
-class RecallRows:
-    """Any row by its global index, without end: what `Loader` is for text."""
+class DrawnRows:
+    """Any row by its global index, without end: what `Loader` is for text. `sizes` says how many numbers make one."""
 
+    sizes: dict[str, int]
     tokens_per_epoch = float("inf")
 
     def __init__(self, config: RecallConfig, split: str, context: int, seed: int) -> None:
         assert split in SPLITS, split
         self.config, self.context = config, context
-        copying = config.variant == "copy"
-        self.body = config.pairs if copying else 2 * config.pairs
-        # places for questions, one after another: a marker and a key, or a marker and room for the span. Each begins at
-        # the first or the second of its positions and rows shift theirs, so that all distances are asked alike
-        self.width = 1 + (config.pairs if copying else 2)
-        self.places = (context - self.body - self.width + 1) // self.width
-        self.rewrites = config.pairs if config.variant == "overwrite" else 0
-        if self.places < self.rewrites + 1:
-            least = self.body + self.width * (self.rewrites + 2) - 1
-            raise RequestError(
-                f"a context of {context} has no room for {config.pairs} pairs and a question; "
-                f"use at least {least}, or fewer pairs"
-            )
-        free = self.places - self.rewrites
-        # the same number in every row: parts of a batch then weigh the same
-        self.questions = max(1, round(config.query_share * free))
-        self.sizes = {
-            "row_shift": 1,
-            "filler": context,
-            "place": self.places,
-            "shift": self.rewrites + self.questions,
-            "asked": self.questions,
-            "key": config.keys,
-            "value": config.pairs,
-            "rewritten_key": self.rewrites,
-            "rewritten_value": self.rewrites,
-        }
         self.philox_key = np.array([seed, SPLITS.index(split)], dtype=np.uint64)
         self.fingerprint = fingerprint_of([config.fingerprint, split, context, seed])
+
+    def draw(self, rows: Sequence[int]) -> RecallBatch:
+        raise NotImplementedError
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """As the training loop takes it."""
         tokens, targets, _ = self.draw(rows)
         return Batch(tokens, targets, np.zeros_like(tokens))
 
-    def draw(self, rows: Sequence[int]) -> RecallBatch:
-        drawn = self._numbers(np.asarray(rows, dtype=np.int64))
-        tokens = 1 + (drawn["filler"] % self.config.fillers)
-        targets = np.full_like(tokens, UNSCORED_TARGET)
-        distance = np.zeros_like(tokens)
-        places = self._places(drawn["place"])
-        # (R, places taken): where each place begins
-        begins = self.body + drawn["row_shift"] % self.width + (drawn["shift"] & 1) + places * self.width
-        batch = RecallBatch(tokens, targets, distance)
-        if self.config.variant == "copy":
-            self._fill_copy(batch, drawn, begins)
-        else:
-            self._fill_pairs(batch, drawn, begins[:, : self.rewrites], begins[:, self.rewrites :])
-        return batch
+    def require_places(self, places: int, needed: int, least: int) -> None:
+        if places < needed:
+            raise RequestError(
+                f"a context of {self.context} has no room for {self.config.pairs} pairs and a question; "
+                f"use at least {least}, or fewer pairs"
+            )
 
     def _numbers(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Raw Philox numbers, which no version of numpy may change: a row has a stretch of the stream of its own."""
@@ -174,6 +149,50 @@ class RecallRows:
         columns = np.split(np.concatenate(parts)[:, :total], ends[:-1], axis=1)
         # 63 bits, so that everything after this is int64
         return {name: (part >> np.uint64(1)).astype(np.int64) for name, part in zip(self.sizes, columns, strict=True)}
+
+
+class RecallRows(DrawnRows):
+    """Of synthetic tokens."""
+
+    def __init__(self, config: RecallConfig, split: str, context: int, seed: int) -> None:
+        super().__init__(config, split, context, seed)
+        copying = config.variant == "copy"
+        self.body = config.pairs if copying else 2 * config.pairs
+        # places for questions, one after another: a marker and a key, or a marker and room for the span. Each begins at
+        # the first or the second of its positions and rows shift theirs, so that all distances are asked alike
+        self.width = 1 + (config.pairs if copying else 2)
+        self.places = (context - self.body - self.width + 1) // self.width
+        self.rewrites = config.pairs if config.variant == "overwrite" else 0
+        self.require_places(self.places, self.rewrites + 1, self.body + self.width * (self.rewrites + 2) - 1)
+        free = self.places - self.rewrites
+        # the same number in every row: parts of a batch then weigh the same
+        self.questions = max(1, round(config.query_share * free))
+        self.sizes = {
+            "row_shift": 1,
+            "filler": context,
+            "place": self.places,
+            "shift": self.rewrites + self.questions,
+            "asked": self.questions,
+            "key": config.keys,
+            "value": config.pairs,
+            "rewritten_key": self.rewrites,
+            "rewritten_value": self.rewrites,
+        }
+
+    def draw(self, rows: Sequence[int]) -> RecallBatch:
+        drawn = self._numbers(np.asarray(rows, dtype=np.int64))
+        tokens = 1 + (drawn["filler"] % self.config.fillers)
+        targets = np.full_like(tokens, UNSCORED_TARGET)
+        distance = np.zeros_like(tokens)
+        places = self._places(drawn["place"])
+        # (R, places taken): where each place begins
+        begins = self.body + drawn["row_shift"] % self.width + (drawn["shift"] & 1) + places * self.width
+        batch = RecallBatch(tokens, targets, distance)
+        if self.config.variant == "copy":
+            self._fill_copy(batch, drawn, begins)
+        else:
+            self._fill_pairs(batch, drawn, begins[:, : self.rewrites], begins[:, self.rewrites :])
+        return batch
 
     def _places(self, numbers: np.ndarray) -> np.ndarray:
         """Places of the rewrites in the order of the row, then those of the questions. (R, places) -> (R, taken)"""

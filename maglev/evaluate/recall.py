@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from maglev.config import ModelConfig
-from maglev.data.recall import RecallRows
+from maglev.data.recall import DrawnRows
 from maglev.evaluate.memories import Source, memories, sources_of
 from maglev.objectives.losses import Objective
 
 # a step is bound by launches, not by rows, and keeps little of each; a pass at once keeps all positions
-STEPPED_ROWS, PARALLEL_ROWS = 256, 64
+STEPPED_ROWS, PARALLEL_ROWS, PARALLEL_TOKENS = 256, 64, 1 << 16
 
 
 def plain_reach(config: ModelConfig) -> int:
@@ -105,9 +105,19 @@ def predict(objective: Objective, tokens: Tensor, asked: Tensor, source: Source,
     return predicted
 
 
+def rows_at_once(objective: Objective, source: Source, context: int) -> int:
+    if source == "recurrent" and objective.decoder.injection is not None:
+        return STEPPED_ROWS
+    return max(1, min(PARALLEL_ROWS, PARALLEL_TOKENS // context))
+
+
+def parts_of(count: int, size: int) -> list[range]:
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+
 def recall(
     objective: Objective,
-    rows: RecallRows,
+    rows: DrawnRows,
     source: Source,
     *,
     passes: int,
@@ -117,18 +127,15 @@ def recall(
 ) -> RecallResult:
     """Over the first `count` rows."""
     device = objective.decoder.device
-    stepped = source == "recurrent" and objective.decoder.injection is not None
-    rows_per_pass = rows_per_pass or (STEPPED_ROWS if stepped else PARALLEL_ROWS)
     counts = np.zeros((2, rows.context), dtype=np.int64)
-    for first in range(0, count, rows_per_pass):
-        last = min(first + rows_per_pass, count)
-        batch = rows.draw(range(first, last))
+    for some in parts_of(count, rows_per_pass or rows_at_once(objective, source, rows.context)):
+        batch = rows.draw(some)
         tokens = torch.from_numpy(batch.tokens).to(device)
         asked = torch.from_numpy(batch.targets >= 0).to(device)
         predicted = predict(objective, tokens, asked, source, passes).cpu().numpy()
         counts += tally(predicted, batch.targets, batch.distance, rows.context)
         if progress:
-            progress(last, count)
+            progress(some.stop, count)
     return RecallResult(
         source=source,
         passes=passes if source == "refined" else None,

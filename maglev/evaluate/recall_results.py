@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 # what was found; all else says what was measured
-MEASURED = {"accuracy", "items", "training_seconds"}
+MEASURED = {"accuracy", "items", "training_seconds", "nats", "gain", "gain_error"}
 
 
 def result_rows(
@@ -35,18 +35,22 @@ def result_rows(
     steps: int,
     seconds: float,
     settings: dict[str, Any],
+    text: Row | None = None,
+    gains: Mapping[tuple[str, str], Row] | None = None,
 ) -> list[Row]:
-    """`settings` are those in which the run differs from its recipe's defaults."""
+    """`settings` are those in which the run differs from its recipe's defaults. Of needles, `text` says what they lie
+    in and whether the run was trained on them, and `gains` what they are worth, by memory source and distance."""
     facts: Row = {"recipe": config.recipe, "variant": task.variant, "pairs": task.pairs, "chance": task.chance}
     facts |= {"query_share": task.query_share, "spread": task.spread, "context": context}
     facts |= {"depth": config.model.depth, "width": config.model.width, "window": config.model.window}
-    facts |= {"seed": config.train.seed, "steps": steps, "settings": settings}
+    facts |= {"seed": config.train.seed, "steps": steps, "settings": settings} | (text or {})
     facts["training_flops"] = round(3 * objective_flops(config) * config.train.tokens_per_step * steps)
     facts["training_seconds"] = round(seconds, 1)
     return [
         facts
         | {"memory": result.source, "passes": result.passes, "distance": bucket.label}
         | {"accuracy": round(bucket.accuracy, 5), "items": bucket.items}
+        | (gains or {}).get((result.source, bucket.label), {})
         for result in results
         for bucket in result.buckets
     ]
@@ -112,6 +116,7 @@ def curves(rows: Sequence[Row]) -> list[tuple[str, str, str, list[tuple[float, f
         first = group[0]
         words = [first["recipe"], first["memory"]]
         words += [f"{first['variant']} {first['pairs']}"] if len(tasks) > 1 else []
+        words += ["trained on text"] if first.get("trained_on") == "text" else []
         words += [f"{key.split('.')[-1]} {shown(value)}" for key, value in first["settings"].items() if key in telling]
         values: dict[str, list[float]] = {}
         for row in group:

@@ -56,7 +56,10 @@ def read_recall(run: Path) -> RecallConfig:
     """The recall task that a run was trained on."""
     file = run / RECALL
     if not file.is_file():
-        raise RequestError(f"{run} was not trained on the recall task, it has no {RECALL}; name a run that was")
+        raise RequestError(
+            f"{run} was not trained on the recall task, it has no {RECALL}; name a run that was, "
+            f"or ask for needles in text: --variant needles --data DIR"
+        )
     try:
         return RecallConfig.from_dict(json.loads(file.read_bytes()))
     except (ValueError, RequestError) as error:

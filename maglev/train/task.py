@@ -10,8 +10,9 @@ from torch import Tensor
 from maglev import files
 from maglev.config import DataConfig
 from maglev.data.loader import Batch, Loader
-from maglev.data.recall import RecallConfig, RecallRows
-from maglev.data.shards import TokenData
+from maglev.data.needles import recall_rows
+from maglev.data.recall import DrawnRows, RecallConfig
+from maglev.data.shards import TokenData, fingerprint_of
 from maglev.errors import RequestError
 from maglev.evaluate.bpb import bits_per_byte
 from maglev.evaluate.memories import DEFAULT_PASSES, sources_of
@@ -82,6 +83,8 @@ class Text:
         self.data.tokenizer.save(run / TOKENIZER)
 
     def check(self, run: Path) -> None:
+        if (run / RECALL).exists():
+            raise RequestError(f"{run} was trained on the recall task, not on text; choose another --out")
         check_tokenizer(run, self.data)
 
 
@@ -120,27 +123,34 @@ class TextValidation:
 
 
 class Recall:
-    """The synthetic task of `data/recall.py`."""
+    """The task of `data/recall.py`; its needles lie in the text of `data`, in whose tokens all is then said."""
 
     file = RECALL
 
-    def __init__(self, config: RecallConfig) -> None:
-        self.config = config
+    def __init__(self, config: RecallConfig, data: TokenData | None = None) -> None:
+        self.config, self.data = config, data
         self.source, self.vocab_size, self.fingerprint = "the recall task", config.vocab_size, config.fingerprint
+        if data is not None:
+            self.source, self.vocab_size = f"needles in {data.folder}", data.vocab_size
+            self.fingerprint = fingerprint_of([config.fingerprint, data.fingerprint])
 
     def rows(self, context: int, seed: int) -> Rows:
-        return RecallRows(self.config, "train", context, seed)
+        return recall_rows(self.config, "train", context, seed, self.data)
 
     def validation(self, context: int, rows: int) -> Validation:
-        return RecallValidation(self.config, context, rows)
+        return RecallValidation(recall_rows(self.config, "validation", context, 0, self.data), rows)
 
     def save(self, run: Path) -> None:
+        if self.data is not None:
+            self.data.tokenizer.save(run / TOKENIZER)
         files.write_json(run / RECALL, self.config.to_dict())
 
     def check(self, run: Path) -> None:
         theirs = read_recall(run)
         if theirs != self.config:
             raise RequestError(f"{run} was trained on another recall task, {theirs}; ask for that one")
+        if self.data is not None:
+            check_tokenizer(run, self.data)
 
 
 class RecallValidation:
@@ -148,9 +158,8 @@ class RecallValidation:
 
     metric, words = "recall", "recall beyond the plain reach"
 
-    def __init__(self, config: RecallConfig, context: int, rows: int) -> None:
-        self.count = rows
-        self.rows = RecallRows(config, "validation", context, seed=0)
+    def __init__(self, rows: DrawnRows, count: int) -> None:
+        self.rows, self.count = rows, count
 
     def measure(self, objective: Objective, rows_per_pass: int, data: DataConfig) -> dict[str, float]:
         return {

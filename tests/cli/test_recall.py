@@ -1,6 +1,7 @@
 """`maglev eval recall` as a user meets it, at the smallest size."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,9 @@ def test_a_recipe_is_trained_and_measured_a_run_only_measured(
         ([RECIPE, "--set", "model.window=8"], "--set model.window is --window here; use that"),
         ([RECIPE, "--set", "optimizer.matrx_lr=1"], "did you mean 'optimizer.matrix_lr'?"),
         ([RECIPE, "--set", "train.tokens_per_step=-1"], "train.tokens_per_step is -1"),
+        ([RECIPE, "--variant", "needles"], "needles are planted in text; add --data DIR"),
+        ([RECIPE, "--variant", "needles", "--data", "nowhere"], "nowhere: not a data folder"),
+        ([RECIPE, "--data", "nowhere"], "--data goes with --variant needles, not with pairs; leave it away"),
         ([RECIPE, "--rates", "0"], "--rates is 0.0; it must be above 0"),
         ([RECIPE, "--device", "tpu"], "it must be auto, cpu, cuda or cuda:N"),
         (["runs/nowhere"], "runs/nowhere is not a run folder"),
@@ -96,6 +100,45 @@ def test_a_run_on_text_and_a_foreign_results_file_are_refused(
     (tmp_path / "r.json").write_text("{}")
     assert main(["eval", "recall", str(run), "--results", str(tmp_path / "r.json")]) == 2
     assert "is not a file of recall results" in one_line(capsys)
+
+
+NEEDLES = ["--variant", "needles", "--keys", "4", "--values", "4"]
+
+
+def test_needles_are_asked_of_a_run_on_them_and_of_a_run_on_text(
+    trained: Train, data: Path, other_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, results = tmp_path / "run", tmp_path / "recall.json"
+    text = ["--data", str(data)]
+    # the last of two options counts
+    tiny = [*TINY, *NEEDLES, "--context", "160", "--rows", "4", "--set", "train.tokens_per_step=320"]
+    first = run_json([RECIPE, *tiny, *text, "--out", str(run), "--results", str(results)], capsys)
+    assert first["chance"] == 1 / 4 and {row["memory"] for row in first["rows"]} == set(SOURCES)
+    assert all(row["trained_on"] == "needles" and row["data"] == "data" for row in first["rows"])
+    assert all(math.isfinite(row["nats"]) and math.isfinite(row["gain"]) for row in first["rows"])
+    # trained on is measured on the other split, and again on the same
+    arguments = [str(run), *text, "--rows", "4", "--device", "cpu"]
+    assert run_json(arguments, capsys)["rows"] == first["rows"]
+
+    plain = [str(trained("swa-ssss")), *NEEDLES, *text, "--pairs", "2", "--context", "160", "--rows", "4"]
+    found = run_json([*plain, "--results", str(results)], capsys)
+    assert (found["recipe"], found["reach"], found["task"]["pairs"]) == ("swa-ssss", 7, 2)
+    assert {row["trained_on"] for row in found["rows"]} == {"text"}
+    # a plain window has kept nothing of what lies beyond it
+    assert all(row["gain"] == 0 for row in found["rows"] if row["distance"] != "0-1")
+    assert len(json.loads(results.read_text())["rows"]) == len(first["rows"]) + len(found["rows"])
+
+    assert main(["eval", "recall", *plain]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "needles, 2 pairs, context 160" in words and "gain, recurrent" in words
+    for more, says in (
+        ([str(run)], "needles are planted in text; add --data DIR"),
+        ([str(run), "--data", str(other_data)], "does not match the data"),
+        ([str(run), *text, "--variant", "pairs"], "was trained on needles and does not know the tokens of pairs"),
+        ([str(run), *text, "--values", "3"], "leave --values away"),
+    ):
+        assert main(["eval", "recall", *more]) == 2
+        assert says in one_line(capsys)
 
 
 def test_the_benchmark_trains_several_at_a_time_and_ends_with_json(tmp_path: Path) -> None:

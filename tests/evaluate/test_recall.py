@@ -165,6 +165,9 @@ def test_rows_are_added_once_and_drawn(tmp_path: Path) -> None:
         "swa-ssss, recurrent, matrix_lr 0.123",
         "swa-ssss, recurrent, matrix_lr 0.01",
     ]
+    asked = [row | {"data": "books", "trained_on": "text", "gain": 0.5} for row in first]
+    assert [name for name, *_ in curves(asked)] == ["swa-ssss, recurrent, trained on text"]
+    assert len(add_rows(tmp_path / "text.json", [*asked, *(row | {"gain": 0.1} for row in asked)])) == 3
     pytest.importorskip("matplotlib")
     draw_rows(tmp_path / "r.png", again)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

@@ -9,6 +9,7 @@ import pytest
 
 from maglev.checkpoint import checkpoint_folder
 from maglev.data.recall import RecallConfig
+from maglev.data.shards import open_data
 from maglev.errors import RequestError
 from maglev.runs import RECALL, TOKENIZER, read_metrics
 from maglev.train import launch
@@ -20,10 +21,13 @@ pytestmark = pytest.mark.usefixtures("without_speed")
 TASK = RecallConfig(pairs=2, keys=8, values=8)
 
 
-def train(recipe: str, run: Path, task: RecallConfig = TASK, **settings: Any) -> list[str]:
+def train(recipe: str, run: Path, task: RecallConfig | Recall = TASK, **settings: Any) -> list[str]:
     watch = Unwatched()
+    task = task if isinstance(task, Recall) else Recall(task)
     chosen = SMALL | FAST | {f"train.{name}": value for name, value in settings.items()}
-    launch.train(recipe, Recall(task), run, watch, depth=1, settings=chosen, resume=True)
+    # the sentences of needles need some room
+    chosen |= {} if task.data is None else {"model.context": 128, "train.tokens_per_step": 256}
+    launch.train(recipe, task, run, watch, depth=1, settings=chosen, resume=True)
     return watch.lines
 
 
@@ -68,6 +72,27 @@ def test_another_task_does_not_go_on_in_the_run(tmp_path: Path, data: Path) -> N
         launch.train("swa-ssss", Recall(TASK), tmp_path / "run", Unwatched(), depth=1, settings=settings, resume=True)
     with pytest.raises(RequestError, match=r"model\.vocab_size|tokenizer"):
         launch.train("swa-ssss", data, tmp_path / "run", Unwatched(), depth=1, settings=SMALL | FAST, resume=True)
+
+
+def test_needles_in_text_go_on_as_if_nothing_had_happened_in_the_same_text_alone(
+    tmp_path: Path, data: Path, other_data: Path
+) -> None:
+    config = RecallConfig(variant="needles", pairs=1, keys=4, values=4)
+    needles, elsewhere = (Recall(config, open_data(folder)) for folder in (data, other_data))
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    said = train("maglev-shared-0.1", whole, needles, keep_checkpoints=9, validate_every=6)
+    assert "passes over the data" in said[0] and said[-1].startswith("step 6: recall beyond the plain reach")
+    shutil.copytree(whole, cut)
+    for step in (4, 6):
+        shutil.rmtree(checkpoint_folder(cut, step))
+    train("maglev-shared-0.1", cut, needles, keep_checkpoints=9, validate_every=6)
+    assert_same_tensors(whole, cut)
+    assert (whole / RECALL).is_file() and (whole / TOKENIZER).is_file()
+    with pytest.raises(RequestError, match="tokenizer"):
+        train("maglev-shared-0.1", cut, elsewhere)
+    settings = SMALL | FAST | {"model.context": 128, "train.tokens_per_step": 256}
+    with pytest.raises(RequestError, match="was trained on the recall task, not on text"):
+        launch.train("maglev-shared-0.1", data, cut, Unwatched(), depth=1, settings=settings, resume=True)
 
 
 def test_tokens_without_a_target_count_for_the_consistency_and_padding_does_not() -> None:
