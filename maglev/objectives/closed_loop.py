@@ -17,6 +17,8 @@ from maglev.objectives.sweeps import Sweeps, scatter
 
 
 class ClosedLoopObjective(MaglevObjective):
+    """What it reports beside the total is of the lifted pass, like Maglev's."""
+
     def __init__(self, decoder: Decoder, prefiller: SharedPrefiller, config: ClosedMaglevConfig) -> None:
         super().__init__(decoder, prefiller, config.consistency_weight)
         self.prefiller_weight, self.rollout = config.prefiller_weight, config.rollout

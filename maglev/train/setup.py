@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from maglev.checkpoint import newest
-from maglev.config import LRTConfig, RunConfig
+from maglev.config import ClosedMaglevConfig, LRTConfig, ObjectiveConfig, RunConfig
 from maglev.errors import RequestError
 from maglev.model.accounting import decoder_flops, objective_flops
 from maglev.model.attention import Block
@@ -80,11 +80,18 @@ def attention_cases(config: RunConfig, objective: Objective, device: torch.devic
     add("", model.windows, model.head_dim, model.context, model.entries == 1)
     if isinstance(objective, MaglevObjective) and not isinstance(objective.prefiller, PretrainedPrefiller):
         add("prefiller, ", objective.prefiller.windows, objective.prefiller.head_dim, model.context, True)
-    if isinstance(config.objective, LRTConfig) and config.objective.schedule == "interleaved":
-        passes = config.objective.passes
-        queries = -(-model.context // passes)
-        add(f"{queries} positions of a row, ", model.windows, model.head_dim, queries, passes == 1)
+    every = stride_of(config.objective)
+    if every:
+        queries = -(-model.context // every)
+        add(f"{queries} positions of a row, ", model.windows, model.head_dim, queries, every == 1)
     return found
+
+
+def stride_of(objective: ObjectiveConfig) -> int:
+    """Positions between those that are computed at a time; 0 where there are only whole passes."""
+    if isinstance(objective, ClosedMaglevConfig):
+        return objective.rollout
+    return objective.passes if isinstance(objective, LRTConfig) and objective.schedule == "interleaved" else 0
 
 
 def take_attention(objective: Objective, config: RunConfig, device: torch.device) -> None:
