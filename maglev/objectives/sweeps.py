@@ -13,7 +13,8 @@ from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attenti
 class Buffer(Recording):
     """One layer's mixed K/V of all positions as a pass leaves them: those of the pass before with its own written in.
 
-    What the pass before left stays as it was, so that a pass which is run again, to recompute it, gives the same.
+    What the pass before left stays as it was, so that a pass which is run again, to recompute it, gives the same. The
+    compiler leaves it out of a block's graphs, which then are the same for all positions that a pass may begin with.
     """
 
     def __init__(self, plan: AttentionPlan, before: "Buffer | None") -> None:
@@ -21,6 +22,7 @@ class Buffer(Recording):
         self.key: Tensor | None = None
         self.value: Tensor | None = None
 
+    @torch.compiler.disable
     def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
         if self.before is not None:
             assert self.before.key is not None and self.before.value is not None
@@ -48,8 +50,8 @@ class Sweeps:
         """Memories (B, T, D) as they are -> those of `positions` anew, (B, T / S, D)."""
         buffers = [Buffer(plan, own) for plan, own in zip(self.plans(positions), self.before, strict=True)]
         at = slice(positions.start, None, positions.step)
-        previous_memory = shift_right(memory, self.documents.memory_keep)[:, at]
-        own = None if embedded is None else embedded[:, at]
+        previous_memory = shift_right(memory, self.documents.memory_keep)[:, at].contiguous()
+        own = None if embedded is None else embedded[:, at].contiguous()
         fresh = self.decoder.run(self.tokens[:, at], self.slots[at], previous_memory, buffers, own)
         self.before = [*buffers]
         return fresh

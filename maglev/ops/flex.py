@@ -21,8 +21,14 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @functools.lru_cache(maxsize=64)
 def shared_mask(window: int, keys: int, start: int, count: int, step: int, device: str) -> BlockMask:
+    first: int | Tensor = start
+    if step > 1:
+        # a number would be part of the kernel, which is compiled anew for every other one
+        with torch.inference_mode(False):
+            first = torch.tensor(start, device=device)
+
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        at = query * step + start
+        at = query * step + first
         return (key <= at) & (key > at - window)
 
     return mask_of_blocks(window, keys, range(start, start + count * step, step), torch.device(device), seen, True)

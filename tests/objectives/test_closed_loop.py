@@ -4,6 +4,8 @@ m' = Q(x); m on m', all positions; then for i = 0 .. R-1 the positions p with p 
 freshest memory of p - 1, K/V written back. The total is the paper's loss of both, and Q's own next-token loss.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -130,3 +132,22 @@ def test_a_step_costs_half_as_much_again_as_maglevs() -> None:
     config, paper = run_config("maglev-closed", 4, settings), run_config("maglev-shared-0.1", 4, settings)
     assert isinstance(config.objective, ClosedMaglevConfig)
     assert 1.45 < objective_flops(config) / objective_flops(paper) < 1.5
+
+
+def test_passes_over_some_positions_share_what_is_compiled() -> None:
+    """A rollout of sixteen tokens must not compile sixteen times."""
+
+    def graphs(rollout: int) -> int:
+        torch._dynamo.reset()
+        objective, found = closed(rollout), [0]
+
+        def count(graph: Any, inputs: list[Tensor]) -> Any:
+            found[0] += 1
+            return graph.forward
+
+        for block in objective.decoder.blocks:
+            block.forward = torch.compile(block.forward, backend=count, dynamic=False)
+        objective(*batch_of(2, 16)).total.backward()
+        return found[0]
+
+    assert graphs(8) == graphs(4) < 16
