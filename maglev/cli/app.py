@@ -16,6 +16,7 @@ from maglev.cli import (
     export,
     generate,
     info,
+    length,
     names,
     recall,
     serve,
@@ -92,6 +93,7 @@ eval_group.command("tasks")(tasks.tasks)
 eval_group.command("score")(tasks.score)
 eval_group.command("recall")(recall.recall)
 eval_group.command("names")(names.names)
+eval_group.command("length")(length.length)
 app.command("table")(table.table)
 app.command("generate")(generate.generate)
 app.command("export")(export.export)

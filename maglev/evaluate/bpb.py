@@ -1,7 +1,7 @@
 """Bits per byte of a split: nats of the targets over the raw bytes of their tokens, special tokens left out."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -84,9 +84,11 @@ def bits_per_byte(
     rows: int = 0,
     rows_per_pass: int = 16,
     data: DataConfig | None = None,
+    edges: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> BitsPerByte:
-    """Over the first `rows` rows of the loader's plan; 0 means all of them. `byte_counts` (V,): raw bytes per token."""
+    """Over the first `rows` rows of the loader's plan; 0 means all of them. `byte_counts` (V,): raw bytes per token.
+    `edges` are where ranges of positions begin and the last one ends, 32 alike unless given."""
     count = min(rows or loader.rows_per_epoch, loader.rows_per_epoch)
     bytes_of = torch.from_numpy(byte_counts).long()
     nats = np.zeros(loader.context)
@@ -106,7 +108,7 @@ def bits_per_byte(
         tokens_seen += int(counted.sum())
         if progress:
             progress(min(first + rows_per_pass, count), count)
-    buckets = position_buckets(size)
+    buckets = position_buckets(size, edges)
     return BitsPerByte(
         source=source,
         passes=passes if source == "refined" else None,
@@ -122,7 +124,8 @@ def ratio(nats: float, size: float) -> float:
     return float(nats / math.log(2) / size) if size else math.nan
 
 
-def position_buckets(size: np.ndarray) -> list[tuple[int, int]]:
-    """Ranges of positions of about equal length, those without a byte left out. size (T,)"""
-    edges = np.unique(np.linspace(0, len(size), min(POSITION_BUCKETS, len(size)) + 1).astype(int)).tolist()
+def position_buckets(size: np.ndarray, edges: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """Ranges of positions, of about equal length unless given, those without a byte left out. size (T,)"""
+    if edges is None:
+        edges = np.unique(np.linspace(0, len(size), min(POSITION_BUCKETS, len(size)) + 1).astype(int)).tolist()
     return [(a, b) for a, b in pairwise(edges) if size[a:b].sum()]
