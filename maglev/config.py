@@ -152,11 +152,12 @@ class SharedMaglevConfig:
 @dataclass(frozen=True)
 class ClosedMaglevConfig(SharedMaglevConfig):
     """Maglev for the loop that it will run in: Q predicts tokens too, with a loss of this weight, and P reads `rollout`
-    tokens in a row on memories of its own."""
+    tokens in a row on memories of its own, once `rollout_start` of training is done."""
 
     kind: Literal["maglev_closed"] = "maglev_closed"  # type: ignore[assignment]
     prefiller_weight: float = 0.5
     rollout: int = 4
+    rollout_start: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,6 +167,8 @@ class ClosedMaglevConfig(SharedMaglevConfig):
             1 <= rollout <= LARGEST_COUNT,
             f"objective.rollout is {rollout}; it must be at least 1 and at most {LARGEST_COUNT:,}",
         )
+        start = self.rollout_start
+        require(0 <= start < 1, f"objective.rollout_start is {start}; it must be at least 0 and below 1")
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,8 @@ BAD_SETTINGS = [
     ("maglev-closed", "objective.rollout", "0"),
     ("maglev-closed", "objective.rollout", "-4"),
     ("maglev-closed", "objective.rollout", "1.5"),
+    ("maglev-closed", "objective.rollout_start", "1"),
+    ("maglev-closed", "objective.rollout_start", "-0.1"),
     ("maglev-separate-1", "objective.prefiller_depth", "-1"),
     ("maglev-separate-1", "objective.prefiller_depth", "0.5"),
     ("maglev-separate-1", "objective.prefiller_width", "-64"),

@@ -130,8 +130,9 @@ def objective_flops(config: RunConfig) -> float:
     if isinstance(objective, SharedMaglevConfig):
         windows = tile_windows(objective.prefiller_pattern, model.depth, model.window, model.context)
         if isinstance(objective, ClosedMaglevConfig):
-            # P twice, on Q's memories and on its own, and Q's readout
-            forward += forward + 2 * model.vocab_size * model.width * (objective.prefiller_weight > 0)
+            # P twice, on Q's memories and, as soon as it does, on its own, and Q's readout
+            forward += forward * (1 - objective.rollout_start)
+            forward += 2 * model.vocab_size * model.width * (objective.prefiller_weight > 0)
         return forward + stack_flops(model, windows)
     if objective.prefiller_from:
         # as if it were a Transformer of that depth and width; it has no backward

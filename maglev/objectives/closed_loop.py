@@ -21,7 +21,8 @@ class ClosedLoopObjective(MaglevObjective):
 
     def __init__(self, decoder: Decoder, prefiller: SharedPrefiller, config: ClosedMaglevConfig) -> None:
         super().__init__(decoder, prefiller, config.consistency_weight)
-        self.prefiller_weight, self.rollout = config.prefiller_weight, config.rollout
+        self.prefiller_weight = config.prefiller_weight
+        self.rollout, self.rollout_start = config.rollout, config.rollout_start
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
         length, embedded = tokens.shape[1], self.decoder.embedding(tokens)
@@ -29,10 +30,12 @@ class ClosedLoopObjective(MaglevObjective):
         sweeps = Sweeps(self.decoder, tokens, documents)
         memory = sweeps.run(target_memory, range(length), embedded)
         lifted = self.compare(memory, target_memory, targets)
-        for first in range(min(self.rollout, length)):
-            positions = range(first, length, self.rollout)
-            memory = scatter(memory, sweeps.run(memory, positions, embedded), positions)
-        total = lifted.total + self.compare(memory, target_memory, targets).total
+        total = lifted.total
+        if self.progress >= self.rollout_start:
+            for first in range(min(self.rollout, length)):
+                positions = range(first, length, self.rollout)
+                memory = scatter(memory, sweeps.run(memory, positions, embedded), positions)
+            total = total + self.compare(memory, target_memory, targets).total
         if self.prefiller_weight:
             total = total + self.prefiller_weight * next_token_loss(self.decoder, target_memory, targets)
         return Losses(total, lifted.next_token, lifted.consistency)

@@ -210,6 +210,7 @@ class Trainer:
         began = clock(self.device)
         step = self.progress.step
         batch = distributed.together(lambda: self.ahead.batch(step))
+        self.objective.progress = step / self.steps
         losses, targets = self.passes.gradients(batch)
         self.progress.step = step + 1
         self.progress.tokens += targets

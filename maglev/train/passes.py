@@ -133,6 +133,7 @@ class Passes:
         if memory is None or self.config.train.rows_per_pass or self.divided:
             return
         batch = distributed.together(batch_of_step)
+        self.objective.progress = 1.0
 
         def try_pass(rows: int) -> None:
             part = Batch(*(array[:rows] for array in batch))

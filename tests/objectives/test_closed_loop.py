@@ -93,6 +93,21 @@ def test_what_is_reported_is_the_lifted_pass() -> None:
     torch.testing.assert_close(found.consistency, lifted.consistency, rtol=0, atol=1e-12)
 
 
+def test_rollouts_begin_when_they_are_to() -> None:
+    """Before that it is Maglev, and Q's own loss; the share of them is in what a step costs."""
+    objective, batch = closed(rollout=4), batch_of(2, 12)
+    whole = objective(*batch).total
+    objective.rollout_start, objective.progress = 0.5, 0.49
+    memory, target_memory = objective.lifted(batch[0])
+    expected = objective.compare(memory, target_memory, batch[1]).total
+    expected = expected + 0.5 * objective.compare(target_memory, target_memory, batch[1]).next_token
+    torch.testing.assert_close(objective(*batch).total, expected, rtol=0, atol=1e-12)
+    objective.progress = 0.5
+    assert objective(*batch).total == whole
+    costs = [objective_flops(run_config("maglev-closed", 4, {"objective.rollout_start": x})) for x in (0, 0.5)]
+    assert 0.8 < costs[1] / costs[0] < 0.9
+
+
 def test_what_is_written_learns_from_what_is_read() -> None:
     """The last target alone, its distance from Q's memories aside: gradient reaches a memory that P wrote a whole
     rollout before, which in Maglev no loss does."""

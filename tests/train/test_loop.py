@@ -24,6 +24,7 @@ from maglev.errors import RequestError, WorkError
 from maglev.evaluate.bpb import bits_per_byte
 from maglev.evaluate.runs import load_objective
 from maglev.model.accounting import objective_flops
+from maglev.objectives.closed_loop import ClosedLoopObjective
 from maglev.objectives.losses import Losses
 from maglev.objectives.maglev import MaglevObjective
 from maglev.runs import read_config, read_metrics
@@ -382,6 +383,22 @@ def test_every_step_gets_the_schedules_of_its_index(
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     train("swa-ssss", data, tmp_path / "run", settings, resume=True)
     assert seen[6:] == expected[3:]
+
+
+def test_every_step_tells_the_objective_how_far_training_is(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    forward = ClosedLoopObjective.forward
+    monkeypatch.setattr(
+        ClosedLoopObjective, "forward", lambda self, *given: (seen.append(self.progress), forward(self, *given))[1]
+    )
+    settings = FAST | {"train.steps": 4, "train.checkpoint_every": 2, "train.rows_per_pass": 4}
+    train("maglev-closed", data, tmp_path / "run", settings)
+    assert seen == [0, 0.25, 0.5, 0.75]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
+    train("maglev-closed", data, tmp_path / "run", settings, resume=True)
+    assert seen[4:] == [0.5, 0.75]
 
 
 @pytest.mark.parametrize("setting", ["data.document_mask", "data.memory_reset"])
