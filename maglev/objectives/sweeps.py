@@ -9,12 +9,14 @@ from maglev.model.memory import shift_right
 from maglev.objectives.losses import Documents
 from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attention
 
+# so many subsets of positions have graphs of their own, with attention in them
+FEW_SUBSETS = 2
+
 
 class Buffer(Recording):
     """One layer's mixed K/V of all positions as a pass leaves them: those of the pass before with its own written in.
 
-    What the pass before left stays as it was, so that a pass which is run again, to recompute it, gives the same. The
-    compiler leaves it out of a block's graphs, which then are the same for all positions that a pass may begin with.
+    What the pass before left stays as it was, so that a pass which is run again, to recompute it, gives the same.
     """
 
     def __init__(self, plan: AttentionPlan, before: "Buffer | None") -> None:
@@ -22,7 +24,6 @@ class Buffer(Recording):
         self.key: Tensor | None = None
         self.value: Tensor | None = None
 
-    @torch.compiler.disable
     def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
         if self.before is not None:
             assert self.before.key is not None and self.before.value is not None
@@ -30,6 +31,12 @@ class Buffer(Recording):
             mixed_value = scatter(self.before.value, mixed_value, self.plan.queries)
         self.key, self.value = mixed_key, mixed_value
         return windowed_attention(query, mixed_key, mixed_value, self.plan)
+
+
+class ApartBuffer(Buffer):
+    """One that the compiler leaves out of a block's graphs, which then are the same wherever a pass begins."""
+
+    __call__ = torch.compiler.disable(Buffer.__call__)
 
 
 def scatter(into: Tensor, values: Tensor, positions: range) -> Tensor:
@@ -48,7 +55,8 @@ class Sweeps:
 
     def run(self, memory: Tensor, positions: range, embedded: Tensor | None = None) -> Tensor:
         """Memories (B, T, D) as they are -> those of `positions` anew, (B, T / S, D)."""
-        buffers = [Buffer(plan, own) for plan, own in zip(self.plans(positions), self.before, strict=True)]
+        kind = Buffer if positions.step <= FEW_SUBSETS else ApartBuffer
+        buffers = [kind(plan, own) for plan, own in zip(self.plans(positions), self.before, strict=True)]
         at = slice(positions.start, None, positions.step)
         previous_memory = shift_right(memory, self.documents.memory_keep)[:, at].contiguous()
         own = None if embedded is None else embedded[:, at].contiguous()
