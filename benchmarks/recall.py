@@ -18,7 +18,6 @@ apart the first one's kernels are there for the others.
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -93,8 +92,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a JSON file to add the rows to")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where runs and logs stay; else they are removed")
     arguments = parser.parse_args()
-    # told to stop, leave as by an error: no process stays behind
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         work = arguments.keep or Path(name)

@@ -15,7 +15,6 @@ table` makes table and figures of that. A row that fails is told and does not st
 import argparse
 import json
 import re
-import signal
 import sys
 import tempfile
 from contextlib import redirect_stdout
@@ -164,8 +163,6 @@ def peer_facts(config: RunConfig, trainer: peers.PeerTrainer, bpb: list[Facts]) 
 
 
 def rows(arguments: argparse.Namespace) -> int:
-    # told to stop, leave as by an error: no process stays behind
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
         logs = arguments.keep or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """The site builds without a warning, its results are those of the files, and nothing in it comes from elsewhere."""
 
 import html
-import importlib.util
 import os
 import re
 import subprocess
@@ -12,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from tests.documents import REPOSITORY, options_exist, target_exists
+from tests.scripts import load_script
 
 pytest.importorskip("mkdocs", reason="needs mkdocs (the extra docs)")
 
@@ -32,13 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("site_results", REPOSITORY / "tools" / "site_results.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tools/site_results.py")
 
 
 def shown(page: Path) -> str:

@@ -5,7 +5,9 @@ What fails is told and does not stop the others. After a limit of seconds all th
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,6 +71,8 @@ def work_through(
     """In their order, `stagger` seconds apart; `ended` takes the result of each as it comes. -> all of them"""
     waiting, running = list(jobs), list[Job]()
     began, last = time.monotonic(), -stagger
+    # told to stop, leave as by an error: no process stays behind
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         while waiting or running:
             if limit and time.monotonic() - began > limit:
@@ -85,6 +89,7 @@ def work_through(
                 ended(job.result())
             time.sleep(0.2)
     finally:
+        signal.signal(signal.SIGTERM, before)
         for job in running:
             job.stop()
     return [job.result() for job in jobs]

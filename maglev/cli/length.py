@@ -74,10 +74,17 @@ def measure(
     config, objective, step = load_objective(run, place, say, with_prefiller=False)
     tokens = open_matching_data(run, data)
     trained = config.model.context
+    loader = Loader(tokens, split, times * trained, seed=0, shuffle=False)
+    most = loader.tokens_per_epoch // trained
+    if times > most:
+        raise RequestError(
+            f"--times is {times}, rows of {times * trained:,} tokens, and {split} of {data} has "
+            f"{loader.tokens_per_epoch:,}; use at most {most}, or more text"
+        )
     with progress("rows") as meter:
         result = bits_per_byte(
             objective,
-            Loader(tokens, split, times * trained, seed=0, shuffle=False),
+            loader,
             "recurrent",
             tokens.tokenizer.token_byte_counts(),
             rows=rows,

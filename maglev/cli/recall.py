@@ -238,7 +238,7 @@ def measure(
     """Every memory source that the run has."""
     from maglev.data.needles import NeedleRows, recall_rows
     from maglev.evaluate.memories import DEFAULT_PASSES
-    from maglev.evaluate.needles import gain_rows
+    from maglev.evaluate.needles import gain_rows, needle_gains
     from maglev.evaluate.recall import plain_reach, recall_sources
     from maglev.evaluate.recall import recall as measure_recall
     from maglev.evaluate.recall_results import result_rows
@@ -256,7 +256,8 @@ def measure(
             found.append(measure_recall(objective, rows, source, passes=number, count=count, progress=show))
             if isinstance(rows, NeedleRows):
                 show = partial(meter.update, f"without a needle, {source}")
-                gains |= gain_rows(objective, rows, source, passes=number, count=count, progress=show)
+                answers = needle_gains(objective, rows, source, passes=number, count=count, progress=show)
+                gains |= gain_rows(answers, source, reach)
     seconds = next((row["seconds"] for row in reversed(read_metrics(run)) if row["kind"] == "train"), 0.0)
     on_text = not (run / RECALL).exists()
     table = result_rows(

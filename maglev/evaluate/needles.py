@@ -9,7 +9,7 @@ import torch
 from maglev.data.needles import NeedleRows
 from maglev.evaluate.memories import Source, memories
 from maglev.evaluate.names import by_distance
-from maglev.evaluate.recall import parts_of, plain_reach, rows_at_once
+from maglev.evaluate.recall import parts_of, rows_at_once
 from maglev.objectives.losses import Objective
 from maglev.ops.loss import cross_entropy
 
@@ -58,18 +58,9 @@ def needle_gains(
     return found
 
 
-def gain_rows(
-    objective: Objective,
-    rows: NeedleRows,
-    source: Source,
-    *,
-    passes: int,
-    count: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """Means by (memory source, distance), with the standard error of the gain."""
-    answers = needle_gains(objective, rows, source, passes=passes, count=count, progress=progress)
+def gain_rows(answers: list[dict[str, float]], source: Source, reach: int) -> dict[tuple[str, str], dict[str, Any]]:
+    """Means by (memory source, distance in plain reaches), with the standard error of the gain."""
     return {
         (source, row["distance"]): {"nats": row["nats"], "gain": row["gain"], "gain_error": row["error"]}
-        for row in by_distance(answers, plain_reach(objective.decoder.config))
+        for row in by_distance(answers, reach)
     }

@@ -70,7 +70,12 @@ def test_for_people_there_is_a_table_with_differences_to_the_first(
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [(["--times", "1"], "--times is 1"), (["--rows", "-1"], "--rows"), (["--plot", "x.gif"], "--plot is x.gif")],
+    [
+        (["--times", "1"], "--times is 1"),
+        (["--times", "1000000"], "use at most"),
+        (["--rows", "-1"], "--rows"),
+        (["--plot", "x.gif"], "--plot is x.gif"),
+    ],
 )
 def test_bad_input_is_one_line(
     words: list[str], told: str, trained: Train, data: Path, capsys: pytest.CaptureFixture[str]

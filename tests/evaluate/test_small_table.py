@@ -1,6 +1,5 @@
 """`benchmarks/small_table.py` at toy size: rows of recipes and peers, their tasks, and the table that comes of them."""
 
-import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -17,17 +16,14 @@ from maglev.model.accounting import describe
 from maglev.recipes import run_config
 from tests.evaluate.task_files import ITEMS
 from tests.helpers import random_tokens
+from tests.scripts import load_script
 
 SMALL = ["model.context=32", "train.tokens_per_step=128", "train.steps=3"]
 
 
 @pytest.fixture(scope="module")
-def script(repository: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("small_table", repository / "benchmarks" / "small_table.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> ModuleType:
+    return load_script("benchmarks/small_table.py")
 
 
 def stub(script: ModuleType, head_dim: int = 16, state: int = 8) -> Any:

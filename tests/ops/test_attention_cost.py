@@ -1,6 +1,5 @@
 """The benchmarks run, and say what they are meant to say. What the times are is not a test's business."""
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.scripts import load_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "attention_cost.py"
 
@@ -40,10 +41,7 @@ def test_the_fitted_exponent_is_that_of_the_power_law() -> None:
 
 def test_kernels_are_ordered_by_their_time_beside_the_best() -> None:
     pytest.importorskip("triton")
-    spec = importlib.util.spec_from_file_location("attention_gpu", SCRIPT.parent / "attention_gpu.py")
-    assert spec is not None and spec.loader is not None
-    script: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script: Any = load_script("benchmarks/attention_gpu.py")
     # a query at position p of 4 sees p + 1 keys, or with a window of 2 at most 2
     assert script.Shape("d1", 1, 4, 1, 4).flops(1) == 10 * 128 and script.Shape("d1", 1, 4, 1, 2).flops(1) == 7 * 128
     times = {"d8": {"flex": 20, "fused": 10, "varlen": 30}, "d12": {"flex": 100, "fused": 150, "varlen": 99}}

@@ -1,6 +1,5 @@
 """`benchmarks/options.py` runs and tells what it says it does; what the numbers are is not a test's business."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -10,15 +9,12 @@ import pytest
 
 from maglev.objectives import build_objective
 from maglev.recipes import RECIPES, run_config
+from tests.scripts import load_script
 
 
 @pytest.fixture(scope="module")
-def script(repository: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("options_benchmark", repository / "benchmarks" / "options.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> ModuleType:
+    return load_script("benchmarks/options.py")
 
 
 def rows_of(script: ModuleType, capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> list[Any]:
