@@ -4,17 +4,19 @@
     python benchmarks/follow.py --one swa-ssss plain --rows 4 --stop 17 --precision bfloat16 --device cpu
 
 `fast` is what training takes on this device; `plain` is the same model without compilation, with attention and loss as
-plain PyTorch; `other` is `plain` with a smaller micro-batch, which only adds up in another order: how far the two are
-apart is the spread from run to run. `fp8` is `fast` with products in 8 bits, for two recipes. Losses are means over
-20 steps; the text is the documentation of Python's own modules, byte by byte, so it depends on Python's version. The
-last line of stdout is JSON; with `--one` that is the losses of one recipe and way, up to `--stop` where it is given.
+plain PyTorch; `other` is `plain` with a smaller micro-batch, which only adds up in another order; `exact` is `plain` in
+float32. How far `plain` comes from `exact` and from `other` is the spread of bfloat16. Kernels round elsewhere: they
+are to come no farther. `fp8` is `fast` with products in 8 bits, for two recipes. Losses are means over 20 steps; the
+text is the documentation of Python's own modules, byte by byte, so it depends on Python's version. The last line of
+stdout is JSON; with `--one` that is the losses of one recipe and way, up to `--stop` where it is given. FILE has every
+run that is done as soon as it is, and what is in it is not run again.
 """
 
 import argparse
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,8 @@ from maglev.train.passes import StepLosses
 from maglev.train.task import Rows
 
 DEPTH, WIDTH, CONTEXT, WINDOW, ROWS = 4, 256, 512, 128, 32
-WAYS = ("fast", "plain", "other")
+WAYS = ("fast", "plain", "other", "exact")
+COMPILED = ("fast", "fp8")
 NARROW = ("swa-ssss", "maglev-shared-0.1")
 SMOOTH = 20
 
@@ -74,10 +77,10 @@ def losses_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.de
         "train.steps": steps,
         "train.tokens_per_step": rows * CONTEXT,
         "train.rows_per_pass": rows // 2 if way == "other" else rows,
-        "train.precision": asked.precision,
+        "train.precision": "float32" if way == "exact" else asked.precision,
         "train.validate_every": 0,
-        "train.compile": "off" if way in ("plain", "other") else "auto",
-        "train.attention": "blockwise" if way in ("plain", "other") else "auto",
+        "train.compile": "auto" if way in COMPILED else "off",
+        "train.attention": "auto" if way in COMPILED else "blockwise",
         "train.products": "fp8" if way == "fp8" else "plain",
     }
     trainer = Trainer(run_config(recipe, DEPTH, settings), TextTask(256), Path(), Ranks(0, 1, 0, device), Lines())
@@ -103,6 +106,16 @@ def run_one(recipe: str, way: str, asked: argparse.Namespace) -> list[float]:
     return losses
 
 
+def kept(path: Path | None, facts: dict[str, Any]) -> dict[str, Any]:
+    """Losses that an earlier call left there, if it asked for the same."""
+    if path is None or not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    if {name: found.get(name) for name in facts} != facts:
+        raise SystemExit(f"{path} has other settings; remove it or name another file")
+    return {recipe: {"losses": row["losses"]} for recipe, row in found["recipes"].items()}
+
+
 def smooth(losses: list[float]) -> np.ndarray:
     size = min(SMOOTH, len(losses))
     return np.convolve(losses, np.full(size, 1 / size), mode="valid")
@@ -118,13 +131,17 @@ def compare(curves: dict[str, list[float]]) -> dict[str, Any]:
 
     row: dict[str, Any] = {"last": {way: float(curve[-1]) for way, curve in smoothed.items()}}
     row |= {"spread": gap("plain", "other"), "fast_from_plain": gap("fast", "plain")}
+    row |= {"fast_from_exact": gap("fast", "exact"), "plain_from_exact": gap("plain", "exact")}
     return row | ({"fp8_from_fast": gap("fp8", "fast")} if "fp8" in curves else {})
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
     def panels(figure: Any) -> None:
-        axes = figure.subplots(2, 4, sharex=True, sharey=True)
-        for (recipe, row), axis in zip(results.items(), axes.flat, strict=True):
+        across = -(-len(results) // 2)
+        axes = figure.subplots(2, across, sharex=True, sharey=True)
+        for axis in axes.flat[len(results) :]:
+            axis.set_axis_off()
+        for (recipe, row), axis in zip(results.items(), axes.flat, strict=False):
             for way, losses in row["losses"].items():
                 axis.plot(smooth(losses), label=way, linewidth=1, linestyle="-" if way == "fast" else "--")
             axis.set_title(recipe, fontsize=9)
@@ -132,7 +149,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         figure.supxlabel("step")
         figure.supylabel("next-token loss (nats per byte, on the memories of training)", fontsize=9)
 
-    plots.save_plot(path, panels, (9.6, 5.2))
+    plots.save_plot(path, panels, (11.4, 5.2))
 
 
 def main() -> None:
@@ -157,23 +174,33 @@ def main() -> None:
     if device.type == "cuda" and fp8.serves(device):
         orders += [(recipe, "fp8") for recipe in NARROW]
     # those that compile take longest
-    orders.sort(key=lambda order: order[1] in ("plain", "other"))
+    orders.sort(key=lambda order: order[1] not in COMPILED)
+    facts = {"steps": asked.steps, "rows": asked.rows, "depth": DEPTH, "width": WIDTH, "context": CONTEXT}
+    facts |= machine_facts(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    results = kept(asked.out, facts)
     with ThreadPoolExecutor(asked.jobs) as pool:
-        found = list(pool.map(lambda order: run_one(*order, asked), orders))
-    results: dict[str, Any] = {}
-    for (recipe, way), curve in zip(orders, found, strict=True):
-        results.setdefault(recipe, {"losses": {}})["losses"][way] = curve
+        waiting = {
+            pool.submit(run_one, recipe, way, asked): (recipe, way)
+            for recipe, way in orders
+            if way not in results.get(recipe, {"losses": {}})["losses"]
+        }
+        for done in as_completed(waiting):
+            recipe, way = waiting[done]
+            results.setdefault(recipe, {"losses": {}})["losses"][way] = done.result()
+            if asked.out:
+                files.write_text(asked.out, json.dumps(facts | {"recipes": results}))
+    results = {recipe: results[recipe] for recipe in RECIPES}
     for recipe, row in results.items():
         row |= compare(row["losses"])
         ends = ", ".join(f"{way} {value:.4f}" for way, value in row["last"].items())
-        gaps = f"fast from plain {row['fast_from_plain']:.4f}, spread {row['spread']:.4f}"
-        print(f"{recipe:20} last losses: {ends}; widest gaps: {gaps}, fp8 from fast {row.get('fp8_from_fast', 0):.4f}")
-    result = {"steps": asked.steps, "depth": DEPTH, "width": WIDTH, "context": CONTEXT, "recipes": results}
-    result |= machine_facts(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    if asked.plot:
-        draw(results, asked.plot)
+        pairs = ("fast_from_exact", "plain_from_exact", "fast_from_plain", "spread", "fp8_from_fast")
+        gaps = ", ".join(f"{pair.replace('_', ' ')} {row[pair]:.4f}" for pair in pairs if pair in row)
+        print(f"{recipe:20} last losses: {ends}; widest gaps: {gaps}")
+    result = facts | {"recipes": results}
     if asked.out:
         files.write_text(asked.out, json.dumps(result))
+    if asked.plot:
+        draw(results, asked.plot)
     for row in results.values():
         del row["losses"]
     print(json.dumps(result))

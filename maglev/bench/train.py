@@ -186,7 +186,7 @@ def measure_scaling(plan: TrainPlan, device: str, watch: Watch) -> dict[str, Any
     for recipe in plan.recipes:
         for axis, settings in scaling_axes(plan).items():
             watch(f"{recipe}, along {axis}")
-            order = Order(recipe, PAPER_DEPTH, settings, plan.steps, device, plan.quick, time.time())
+            order = Order(recipe, PAPER_DEPTH, settings, plan.steps, device, plan.quick, time.time(), split=False)
             found = run_worker(order)
             rows += [row | {"axis": axis} for row in found.pop("rows")]
             facts.append(found)

@@ -38,7 +38,8 @@ PARTS = ("prefiller", "decoder", "loss", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker measures: one recipe with each of the settings in turn. `began` is when its process was started."""
+    """What a worker measures: one recipe with each of the settings in turn. `began` is when its process was started;
+    `split` asks where the time of a step goes too."""
 
     recipe: str
     depth: int
@@ -47,6 +48,7 @@ class Order:
     device: str
     quick: bool
     began: float
+    split: bool = True
 
 
 class RandomRows:
@@ -197,6 +199,8 @@ def measure_point(config: RunConfig, order: Order, device: torch.device) -> dict
         "attention": trainer.describe()[1],
         "loss_finite": trainer.progress.bad_steps == 0,
     }
+    if not order.split:
+        return row
     return row | {"ms_by_part": split_by_part(trainer), "ms_by_op": split_by_op(trainer)}
 
 

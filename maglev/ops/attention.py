@@ -20,12 +20,11 @@ from maglev.ops.plan import AttentionPlan
 __all__ = ["AttentionPlan", "describe", "plan_attention", "slot_attention", "windowed_attention"]
 
 PACKED = "packed"
-# Fastest first, forward and backward together. To be set by `benchmarks/attention_gpu.py --out
-# results/attention-h200.json`, whose last lines are these orders; until then FlexAttention is first, which
-# results/train-h200.json was measured with, and varlen attention, which was slower (docs/log.md), last.
+# Fastest first, forward and backward together, as `benchmarks/attention_gpu.py` found it on an H200 for every shape of
+# its models (results/attention-h200.json).
 ORDER = {
-    "windowed": (FLEX, FUSED, VARLEN, BLOCKWISE),
-    "full": (FLEX, SDPA, FUSED, VARLEN, BLOCKWISE),
+    "windowed": (FUSED, FLEX, VARLEN, BLOCKWISE),
+    "full": (SDPA, FUSED, FLEX, VARLEN, BLOCKWISE),
 }
 # what a check runs: a window that ends inside of blocks, grouped heads
 CHECKED_LENGTH, CHECKED_WINDOW = 192, 50

@@ -17,8 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from maglev.ops.fused_product import power_of_two
 
-# a score that no key has: what a row adds up before it sees its first key is scaled to 0 by that key
-NOTHING = tl.constexpr(-1.0e30)
+# A score that no key has, and the largest of a row that has seen none yet. That is far above: a masked score less the
+# largest is rounded but once on a GPU, so that the two must not be alike, or what is left of them overflows.
+NOTHING, NONE_YET = tl.constexpr(-1.0e30), tl.constexpr(-1.0e20)
 LN_2 = tl.constexpr(math.log(2))
 DTYPES = (torch.bfloat16, torch.float16)
 SMALLEST_HEAD, LARGEST_HEAD = 16, 128
@@ -33,7 +34,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES = {"forward": Tile(128, 64, 8, 3), "queries": Tile(128, 64, 8, 3), "keys": Tile(64, 128, 8, 2)}
+TILES = {"forward": Tile(64, 64, 4, 2), "queries": Tile(64, 64, 4, 2), "keys": Tile(64, 64, 4, 2)}
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     low = tl.maximum(first - window + 1, 0) // KEYS * KEYS
     sums = tl.zeros([QUERIES, BLOCK], tl.float32)
     weight = tl.zeros([QUERIES], tl.float32)
-    top = tl.zeros([QUERIES], tl.float32) + NOTHING
+    top = tl.zeros([QUERIES], tl.float32) + NONE_YET
     for begin in range(low, tl.minimum(first + QUERIES, length), KEYS):
         key = rows_of(key_from, row, head // GROUP, begin, KEYS, BLOCK)
         scores = tl.dot(query, tl.trans(key), input_precision=EXACT)

@@ -129,5 +129,6 @@ def test_a_row_that_begins_anew_is_the_one_it_would_be_alone() -> None:
         logits = stepper.step(torch.tensor([3, 4]))
     lm.step_through([3], third)
     lm.step_through([2, 4], second)
-    torch.testing.assert_close(logits[0], lm.next_logits(third))
-    torch.testing.assert_close(logits[1], lm.next_logits(second))
+    # two rows are added up in another order than one: float32 differs by 1e-5, another row's logits by whole numbers
+    torch.testing.assert_close(logits[0], lm.next_logits(third), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(logits[1], lm.next_logits(second), rtol=1e-5, atol=1e-4)

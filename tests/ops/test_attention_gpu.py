@@ -125,9 +125,11 @@ def test_error_is_at_most_twice_that_of_plain_bfloat16(name: str, kernel: str) -
 
 
 @pytest.mark.parametrize("kernel", [FLEX, BLOCKWISE])
-@pytest.mark.parametrize("name", ["plain", "strided, grouped, odd", "documents"])
+@pytest.mark.parametrize("name", ["plain", "strided", "strided, grouped, odd", "documents"])
 def test_float32_agrees_with_the_definition(name: str, kernel: str) -> None:
     case = CASES[name]
+    if not serves(kernel, case, torch.float32):
+        pytest.skip(f"{kernel} takes no {len(case.queries)} queries")
     inputs, starts = draw(case)
     inputs = [tensor.detach().float().requires_grad_() for tensor in inputs]
     pull = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(8)).cuda()

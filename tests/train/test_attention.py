@@ -8,6 +8,7 @@ import torch
 from maglev.errors import RequestError
 from maglev.objectives import Objective
 from maglev.ops import attention
+from maglev.ops.kernels import BLOCKWISE, FLEX
 from maglev.recipes import run_config
 from maglev.train.setup import attention_cases, build_for_training
 
@@ -47,6 +48,8 @@ def test_what_layers_ask_for(recipe: str, settings: dict[str, Any], expected: di
 
 def test_the_line_of_a_run_names_every_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "error_of", lambda kernel, device: 0.001)
+    monkeypatch.setitem(attention.ORDER, "windowed", (FLEX, BLOCKWISE))
+    monkeypatch.setitem(attention.ORDER, "full", (FLEX, BLOCKWISE))
     attention.check.cache_clear()
     try:
         config, objective = built("lrt-slsl", train__precision="bfloat16")
