@@ -5,6 +5,7 @@ key, lookups, norms and elementwise work 0; forward and backward are three times
 save memory does not count.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -177,19 +178,26 @@ def scaling_axes(plan: TrainPlan) -> dict[str, list[dict[str, Any]]]:
 
 
 def measure_scaling(plan: TrainPlan, device: str, watch: Watch) -> dict[str, Any]:
-    """Cost along each axis; the points of an axis share a process and leave nothing to one another."""
+    """Cost along each axis; the points of a model share a process and leave nothing to one another."""
     if not plan.rows:
         raise RequestError("--rows is 0; the scaling curves need one number of rows")
     if any("+" in recipe for recipe in plan.recipes):
         raise RequestError("--scaling takes recipes without a plus; set --recompute or --products for all of them")
+    axes = scaling_axes(plan)
+    # the axes cross in one point, which is measured once
+    settings: list[dict[str, Any]] = []
+    for each in itertools.chain(*axes.values()):
+        settings += [] if each in settings else [each]
     rows, facts = [], []
     for recipe in plan.recipes:
-        for axis, settings in scaling_axes(plan).items():
-            watch(f"{recipe}, along {axis}")
-            order = Order(recipe, PAPER_DEPTH, settings, plan.steps, device, plan.quick, time.time(), split=False)
-            found = run_worker(order)
-            rows += [row | {"axis": axis} for row in found.pop("rows")]
-            facts.append(found)
+        watch(f"{recipe}, along {', '.join(axes)}")
+        found = run_worker(
+            Order(recipe, PAPER_DEPTH, settings, plan.steps, device, plan.quick, time.time(), split=False)
+        )
+        measured = found.pop("rows")
+        for axis, own in axes.items():
+            rows += [measured[settings.index(each)] | {"axis": axis} for each in own]
+        facts.append(found)
     return assemble("train scaling", plan, rows, facts) | {"summary": growth(rows)}
 
 
