@@ -23,7 +23,6 @@ except ImportError:
     # its name before torch 2.13, where it warns
     from torch.distributed import all_gather_into_tensor as all_gather_single
 
-BUCKET_ELEMENTS = 1 << 25
 # what Gloo's and NCCL's own errors have in common
 TRANSPORT = re.compile("gloo|nccl|ProcessGroup", re.IGNORECASE)
 
@@ -265,28 +264,3 @@ def gather_texts(text: str) -> list[str]:
     rows = gather_stack(torch.frombuffer(bytearray(row), dtype=torch.uint8).to(message_device())[None])  # (world, 8+L)
     contents = [bytes(row.tolist()) for row in rows.cpu()]
     return [content[8 : 8 + int.from_bytes(content[:8], "big")].decode() for content in contents]
-
-
-def sum_tensors_over_ranks(tensors: Sequence[Tensor]) -> None:
-    """Replace every tensor by its sum over the ranks, a flat bucket at a time."""
-    if not dist.is_initialized():
-        return
-    for bucket in split_into_buckets(tensors, BUCKET_ELEMENTS):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        with exchange():
-            dist.all_reduce(flat)
-        pieces = flat.split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(list(bucket), [piece.view_as(tensor) for piece, tensor in zip(pieces, bucket)])
-
-
-def split_into_buckets(tensors: Sequence[Tensor], limit: int) -> list[list[Tensor]]:
-    """Neighbours of one dtype, up to `limit` elements together; a larger tensor is alone."""
-    buckets: list[list[Tensor]] = []
-    room = 0
-    for tensor in tensors:
-        if not buckets or tensor.numel() > room or tensor.dtype != buckets[-1][0].dtype:
-            buckets.append([])
-            room = limit
-        buckets[-1].append(tensor)
-        room -= tensor.numel()
-    return buckets

@@ -4,7 +4,7 @@ A step is a function of the weights, the optimizer's state and the step's index;
 """
 
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -222,9 +222,6 @@ class Trainer:
                 schedule.muon_momentum(step),
                 schedule.weight_decay_scale(step, self.steps),
             )
-            if self.ranks.world > 1:
-                # only now do the gradients hold their sums over the ranks
-                losses = replace(losses, gradient_norm=self.passes.gradient_norm())
         else:
             self.progress.bad_steps += 1
             self.progress.bad_in_a_row += 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maglev.checkpoint import Part, Readable
 from maglev.errors import RequestError
-from maglev.train.distributed import gather_stack, rank_and_world, sum_tensors_over_ranks
+from maglev.train.distributed import gather_stack, rank_and_world
 from maglev.train.param_groups import AdamWGroup, MuonGroup, ParamGroup
 from maglev.train.sharding import RowExchange, is_sharded, local, own_rows, split_rows
 
@@ -294,9 +294,7 @@ def stacks_by_shape(group: MuonGroup) -> list[MuonStack]:
 class Optimizer:
     """Muon and AdamW over parameter groups, the same code on one rank and on many.
 
-    Gradients are summed over the ranks, so each rank's must be weighted to make the sum that of the global
-    mean loss; those of divided parameters arrive summed. A gradient that is None counts as zeros, since another
-    rank may hold one.
+    Gradients arrive summed over the ranks. One that is None counts as zeros.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], compiled: bool = False) -> None:
@@ -318,11 +316,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_scale: float, muon_momentum: float, weight_decay_scale: float) -> None:
-        """One step; the gradients hold their sums over the ranks afterwards."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        sum_tensors_over_ranks([gradient_of(parameter) for parameter in self.parameters if not is_sharded(parameter)])
         self.steps += 1
         for stack in self.stacks:
             group = stack.group

@@ -1,12 +1,15 @@
 """The gradients of a step, a micro-batch at a time, and the micro-batch that fits."""
 
 import math
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from maglev.config import RunConfig
 from maglev.data.loader import Batch
@@ -15,10 +18,23 @@ from maglev.evaluate.bpb import documents_of, upload
 from maglev.objectives import Objective
 from maglev.train import distributed
 from maglev.train.distributed import Ranks, SaidElsewhere
-from maglev.train.fitting import NO_ROW, building_kernels, find_rows, memory_of, release, smaller, sufficed
+from maglev.train.fitting import (
+    NO_ROW,
+    building_kernels,
+    capacity,
+    find_rows,
+    largest_divisor,
+    memory_of,
+    release,
+    smaller,
+    sufficed,
+)
 from maglev.train.optimizer import Optimizer
 from maglev.train.setup import most_rows, rows_per_pass
 from maglev.train.sharding import local
+
+# divided parameters: passes of so many times fewer rows than the guess show what fits
+FEWER = 4
 
 
 @dataclass(frozen=True)
@@ -51,12 +67,15 @@ class Passes:
         self.config, self.objective, self.optimizer, self.ranks = config, objective, optimizer, ranks
         self.rows, self.divided, self.say = rows, divided, say
         self.device = ranks.device
-        self.rows_per_pass = rows_per_pass(config, rows, self.device)
+        # a guess from the memory that is free, which differs; the passes of a step are to meet
+        self.rows_per_pass = -distributed.largest_over_ranks(-rows_per_pass(config, rows, self.device))
+        self.replicas = replicate(objective) if ranks.world > 1 and not divided else None
 
     def gradients(self, batch: Batch) -> tuple[StepLosses, int]:
-        """Those of the mean over the global batch; whole ones are summed by the optimizer. -> also its targets
+        """Those of the mean over the global batch, summed over the ranks. -> also its targets
 
-        Where memory runs out on a rank, all begin the step anew with smaller passes: nothing of it was applied yet.
+        Where memory runs out on a rank before the ranks meet, all begin the step anew with smaller passes: nothing of
+        it was applied yet.
         """
         everyone = distributed.sum_over_ranks([float((batch.targets >= 0).sum())])[0]
         asked = self.rows_per_pass
@@ -64,43 +83,68 @@ class Passes:
             self.take_smaller()
         if self.rows_per_pass != asked and self.config.train.rows_per_pass:
             self.optimizer.zero_grad()
-            self.fail(
-                f"train.rows_per_pass is {self.config.train.rows_per_pass} and passes of {asked} rows do not fit into "
-                f"the memory of {self.device}; {self.rows_per_pass} fit: set it to that, or leave it away"
-            )
+            self.refuse(asked, self.rows_per_pass)
         return StepLosses(*sums), int(everyone)
 
     def add_passes(self, batch: Batch, everyone: float) -> list[float] | None:
-        """The three losses and the sum of the ranks' gradient norms; None where a rank's memory did not suffice."""
+        """The three losses and the gradient's norm; None where a rank's memory did not suffice.
+
+        Ranks meet in the last backward, which sums gradients while it runs; those that divide the parameters meet in
+        every block. From there on none may begin anew by itself.
+        """
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        firsts = range(0, self.rows, self.rows_per_pass)
+        parts = [Batch(*(array[first : first + self.rows_per_pass] for array in batch)) for first in firsts]
+        last = parts.pop() if self.replicas is not None else None
+        backwards: list[Callable[[], None]] = []
 
         def work() -> None:
-            for first in range(0, self.rows, self.rows_per_pass):
-                self.add_pass(Batch(*(array[first : first + self.rows_per_pass] for array in batch)), everyone, sums)
+            for part in parts:
+                self.add_pass(part, everyone, sums)
+            if last is not None:
+                backwards.append(self.forward(last, everyone, sums))
 
         if self.divided:
-            # in the middle of a pass they wait for each other, so none may begin anew
-            with distributed.work_with_messages():
-                enough = sufficed(work)
-                if not enough:
-                    raise WorkError(self.too_many())
+            self.meet(work)
+            enough = True
         else:
             enough = distributed.together(lambda: sufficed(work))
+        if last is not None:
+            if distributed.largest_over_ranks(not enough):
+                return None
+            self.meet(backwards.pop())
         # a rank that is short may not even have room for the tensor of sums
-        own = [*sums.tolist(), self.own_gradient_norm()] if enough else [0.0] * 4
-        *found, shortages = distributed.sum_over_ranks([*own, float(not enough)])
-        return None if shortages else found
+        own = [*sums.tolist(), self.squared_norm()] if enough else [0.0] * 4
+        *found, squared, shortages = distributed.sum_over_ranks([*own, float(not enough)])
+        return None if shortages else [*found, math.sqrt(squared)]
+
+    def meet(self, work: Callable[[], None]) -> None:
+        """Work in which ranks wait for each other."""
+        with distributed.work_with_messages():
+            if not sufficed(work):
+                raise WorkError(self.too_many())
 
     def add_pass(self, part: Batch, everyone: float, sums: Tensor) -> None:
+        """Gradients of a part, added to this rank's own."""
+        with nullcontext() if self.replicas is None else self.replicas.no_sync():
+            self.forward(part, everyone, sums)()
+
+    def forward(self, part: Batch, everyone: float, sums: Tensor) -> Callable[[], None]:
+        """-> its backward, which adds the losses to `sums`"""
         tokens, targets = upload(part.tokens, self.device), upload(part.targets, self.device)
         share = float((part.targets >= 0).sum()) / max(everyone, 1.0)
-        # the gradients of divided parameters are averaged over the ranks: here they shall add up
-        ranks = self.ranks.world if self.divided else 1
+        model = self.replicas or self.objective
         with building_kernels(self.device):
-            losses = self.objective(tokens, targets, documents_of(part, self.config.data, self.device))
-            (losses.total * (share * ranks)).backward()
-        means = torch.stack([losses.total, losses.next_token, losses.consistency])
-        sums += means.detach().double() * share
+            losses = model(tokens, targets, documents_of(part, self.config.data, self.device))
+
+        def backward() -> None:
+            # gradients are averaged over the ranks: here they shall add up
+            with building_kernels(self.device):
+                (losses.total * (share * self.ranks.world)).backward()
+            means = torch.stack([losses.total, losses.next_token, losses.consistency])
+            sums.add_(means.detach().double() * share)
+
+        return backward
 
     def too_many(self) -> str:
         fits = smaller(self.rows, self.rows_per_pass)
@@ -118,6 +162,13 @@ class Passes:
             self.fail(NO_ROW.format(device=self.device))
         self.say(f"out of memory with {was} rows per pass; the step begins anew with {self.rows_per_pass}")
 
+    def refuse(self, asked: int, fits: int) -> NoReturn:
+        """What the user fixed does not fit."""
+        self.fail(
+            f"train.rows_per_pass is {self.config.train.rows_per_pass} and passes of {asked} rows do not fit into the "
+            f"memory of {self.device}; {fits} fit: set it to that, or leave it away"
+        )
+
     def fail(self, message: str) -> NoReturn:
         """All ranks come here; the first one says why."""
         raise WorkError(message) if self.ranks.is_main else SaidElsewhere(message, 1)
@@ -127,10 +178,10 @@ class Passes:
         release(self.device)
 
     def fit(self, batch_of_step: Callable[[], Batch]) -> None:
-        """Where the user left it open and memory can be measured: the largest micro-batch that fits."""
-        memory = memory_of(self.device)
-        # ranks that divide the parameters wait for each other in the middle of a pass, so none may try alone
-        if memory is None or self.config.train.rows_per_pass or self.divided:
+        """The largest micro-batch that fits, where memory can be measured and the user left it open. One that is fixed
+        is tried where ranks meet in a step, since that step could not begin anew."""
+        memory, fixed = memory_of(self.device), self.config.train.rows_per_pass
+        if memory is None or (fixed and self.replicas is None):
             return
         batch = distributed.together(batch_of_step)
         self.objective.progress = 1.0
@@ -139,14 +190,30 @@ class Passes:
             part = Batch(*(array[:rows] for array in batch))
             self.add_pass(part, 1.0, torch.zeros(3, dtype=torch.float64, device=self.device))
 
-        found = find_rows(self.rows, self.rows_per_pass, most_rows(self.config), memory, try_pass, self.clear)
-        self.rows_per_pass = found or self.fail(NO_ROW.format(device=self.device))
+        asked, most = self.rows_per_pass, fixed or most_rows(self.config)
+        if self.divided:
+            # one that ran out of memory in a pass would leave the others waiting: what fits follows from fewer rows
+            self.rows_per_pass = few = largest_divisor(self.rows, max(1, asked // FEWER))
+            able = capacity(few, memory, lambda rows: self.meet(lambda: try_pass(rows)), self.clear)
+            found = largest_divisor(self.rows, min(-distributed.largest_over_ranks(-able), most))
+        else:
+            found = find_rows(self.rows, asked, most, memory, try_pass, self.clear)
+        if not found:
+            self.fail(NO_ROW.format(device=self.device))
+        if fixed and found < asked:
+            self.refuse(asked, found)
+        self.rows_per_pass = found
 
-    def own_gradient_norm(self) -> float:
+    def squared_norm(self) -> float:
+        """Of the gradient; the sum over the ranks is that of all of it."""
         gradients = [local(p.grad) for p in self.objective.parameters() if p.grad is not None]
-        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)).double()))
+        own = float(torch.stack(torch._foreach_norm(gradients)).double().square().sum())
+        return own / (1 if self.divided else self.ranks.world)
 
-    def gradient_norm(self) -> float:
-        """Of the sums over the ranks, which whole gradients hold only after the optimizer's step."""
-        own = self.own_gradient_norm()
-        return math.sqrt(distributed.sum_over_ranks([own**2])[0]) if self.divided else own
+
+def replicate(objective: Objective) -> DistributedDataParallel:
+    """Every rank with all of the parameters; gradients are summed, bucket by bucket, while backward still runs."""
+    with distributed.exchange(), warnings.catch_warnings():
+        # what takes its place in torch 2.13 is not there before it
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(objective, broadcast_buffers=False, gradient_as_bucket_view=True)

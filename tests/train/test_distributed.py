@@ -151,11 +151,3 @@ def test_devices_with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         distributed.resolve_device("cuda", 3, 2)
     with pytest.raises(RequestError, match="one GPU for 2 processes"):
         distributed.resolve_device("cuda:1", 2, 0)
-
-
-def test_buckets_hold_every_tensor_once() -> None:
-    sizes = [3, 4, 20, 1, 1, 9]
-    tensors = [torch.zeros(size) for size in sizes] + [torch.zeros(2, dtype=torch.float64)]
-    buckets = distributed.split_into_buckets(tensors, 10)
-    assert [[tensor.numel() for tensor in bucket] for bucket in buckets] == [[3, 4], [20], [1, 1], [9], [2]]
-    assert [id(tensor) for bucket in buckets for tensor in bucket] == [id(tensor) for tensor in tensors]

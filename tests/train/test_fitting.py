@@ -156,6 +156,30 @@ def test_the_trainer_measures_before_its_first_step_and_changes_nothing(
     assert set(memory.tried) == {1} and len(memory.tried) == 24
 
 
+def test_divided_parameters_are_fitted_from_fewer_rows(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never by a pass that is too large: the other ranks would wait for the end of it."""
+    memory = FakeMemory(250, row=100)
+
+    class Divided(Passes):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given[:-2], True, given[-1])
+
+        def add_pass(self, part: Any, *rest: Any) -> None:
+            memory.try_pass(len(part.tokens))
+            super().add_pass(part, *rest)
+
+    monkeypatch.setattr(loop, "Passes", Divided)
+    monkeypatch.setattr(passes, "memory_of", lambda device: memory)
+    said = train(data, tmp_path / "found")
+    assert memory.tried == [1] + 12 * [2] and [line for line in said if "2 x 2 rows per rank" in line]
+    memory.size, memory.tried = 50, []
+    with pytest.raises(WorkError, match="not even a micro-batch of one row fits"):
+        train(data, tmp_path / "none")
+    assert memory.tried == [1]
+
+
 def test_the_guess_follows_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config("maglev-shared-0.1", 12)
     found = {}

@@ -220,30 +220,44 @@ def test_a_bad_step_of_one_rank_is_skipped_by_both(data: Path, tmp_path: Path, p
 SHORT = """
 import torch
 from maglev.train.passes import Passes
-plain, rows = Passes.add_pass, []
-def add_pass(self, part, *rest):
-    plain(self, part, *rest)
+plain, rows = Passes.forward, []
+def forward(self, part, *rest):
+    backward = plain(self, part, *rest)
     rows.append(len(part.tokens))
     if rows == [2, 2, 2]:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-Passes.add_pass = add_pass
+        {when}
+    return backward
+def fail():
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+Passes.forward = forward
 """
 
 
 def test_memory_that_one_rank_lacks_makes_both_take_smaller_passes(
     data: Path, tmp_path: Path, processes: Processes
 ) -> None:
-    """In the third step, after that rank's own gradients; fixed by the user, the first rank says what fits."""
+    """In the third step, before the ranks meet; fixed by the user, the first rank says what fits."""
     one, two = tmp_path / "one", tmp_path / "two"
     processes.run(train_arguments("maglev-shared-0.1", data, one, FAST))
     arguments = train_arguments("maglev-shared-0.1", data, two, FAST)
-    ranks = run_ranks(processes, arguments, before=on_rank(1, SHORT))
+    ranks = run_ranks(processes, arguments, before=on_rank(1, SHORT.format(when="fail()")))
     assert "out of memory with 2 rows per pass; the step begins anew with 1" in ranks[0].stderr
     np.testing.assert_allclose(losses_of(two), losses_of(one), rtol=0, atol=1e-5)
     arguments = train_arguments("maglev-shared-0.1", data, tmp_path / "fixed", FAST | {"train.rows_per_pass": 2})
-    ranks = start_ranks(processes, [arguments] * 2, on_rank(1, SHORT))
+    ranks = start_ranks(processes, [arguments] * 2, on_rank(1, SHORT.format(when="fail()")))
     assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
     assert "passes of 2 rows do not fit into the memory of cpu; 1 fit" in ranks[0].error and ranks[1].stderr == ""
+
+
+def test_memory_that_one_rank_lacks_where_both_meet_ends_them(data: Path, tmp_path: Path, processes: Processes) -> None:
+    """In the backward that sums gradients: the other one waits for them already."""
+    arguments = train_arguments("maglev-shared-0.1", data, tmp_path / "run", FAST)
+    ranks = start_ranks(processes, [arguments] * 2, on_rank(1, SHORT.format(when="return fail")))
+    assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
+    assert "out of memory on cpu with 2 rows" in ranks[1].error and "train.rows_per_pass=1" in ranks[1].error
+    assert "rank 0 lost another rank, whose own message says why" in ranks[0].error
+    found = checkpoint.newest(tmp_path / "run", pytest.fail)
+    assert found is not None and found.step == 2
 
 
 def test_ranks_need_a_meeting_place(data: Path, tmp_path: Path, processes: Processes) -> None:

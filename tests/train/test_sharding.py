@@ -194,6 +194,49 @@ def test_out_of_memory_says_what_to_set(data: Path, tmp_path: Path, processes: P
         assert_nothing_was_saved(run)
 
 
+GUESS = """
+import os
+from maglev.train import passes
+passes.rows_per_pass = lambda *given: 2 - int(os.environ["RANK"])
+"""
+
+
+def test_ranks_that_guess_differently_take_the_smallest(
+    data: Path, alone: Path, tmp_path: Path, processes: Processes
+) -> None:
+    """By the memory that is free: other numbers of passes would wait for each other in vain."""
+    jobs = [job(RECIPE, data, tmp_path / mode, mode, **FEW) for mode in ("none", "full")]
+    for process in start_jobs(processes, jobs, 2, GUESS):
+        assert process.wait(PATIENCE) == 0, process.stderr
+    for mode in ("none", "full"):
+        np.testing.assert_allclose(losses_of(tmp_path / mode), losses_of(alone / RECIPE), rtol=0, atol=1e-5)
+
+
+TOO_SMALL = """
+from maglev.train import passes
+class Memory:
+    def usable(self): return 150
+    def held(self): return 0
+    def peak_of(self, work):
+        work()
+        return 100 * passes.TRIED
+def forward(self, part, *rest, plain=passes.Passes.forward):
+    passes.TRIED = len(part.tokens)
+    return plain(self, part, *rest)
+passes.Passes.forward = forward
+passes.memory_of = lambda device: Memory()
+"""
+
+
+def test_a_micro_batch_that_ranks_cannot_take_back_is_tried_first(
+    data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    ranks = start_jobs(processes, [job(RECIPE, data, tmp_path / "run", rows_per_pass=2)], 2, TOO_SMALL)
+    assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
+    assert "passes of 2 rows do not fit into the memory of cpu; 1 fit: set it to that" in ranks[0].error
+    assert ranks[1].stderr == "" and losses_of(tmp_path / "run") == []
+
+
 FULL = """
 from maglev import checkpoint
 def full(*arguments):
