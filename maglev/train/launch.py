@@ -114,9 +114,12 @@ def refuse_other_run(run: Path, before: RunConfig, now: RunConfig) -> None:
 
 
 def longest_wait(settings: dict[str, Any]) -> timedelta:
-    """Read ahead of all else, since it is how long ranks wait to meet, too."""
-    seconds = parse_value("train.timeout", settings.get("train.timeout", TrainConfig.timeout), int)
-    return timedelta(seconds=TrainConfig(timeout=seconds).timeout)
+    """Read ahead of all else, since it is how long ranks wait to meet, too. What is wrong with it is told later."""
+    try:
+        seconds = parse_value("train.timeout", settings.get("train.timeout", TrainConfig.timeout), int)
+        return timedelta(seconds=TrainConfig(timeout=seconds).timeout)
+    except RequestError:
+        return timedelta(seconds=TrainConfig.timeout)
 
 
 def train(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from maglev.errors import RequestError
+from maglev.errors import RequestError, WorkError
 from maglev.train import distributed
 
 ROOT = Path(__file__).parents[2]
@@ -109,8 +109,22 @@ def test_without_torchrun_there_is_one_rank_and_no_group(monkeypatch: pytest.Mon
     assert not torch.distributed.is_initialized()
     assert distributed.sum_over_ranks([1, 2.5]) == [1.0, 2.5]
     distributed.all_agree("anything")
-    distributed.barrier()
     distributed.stop()
+
+
+def test_a_rank_that_cannot_even_tell_of_its_failure_says_why_it_failed() -> None:
+    """As where its GPU is gone, over which messages go."""
+
+    def fail() -> None:
+        raise WorkError("first")
+
+    def share(status: int) -> list[float]:
+        raise RuntimeError("second")
+
+    with pytest.raises(WorkError, match="first"):
+        distributed.all_or_none(fail, 0, share)
+    with pytest.raises(RuntimeError, match="second"):
+        distributed.all_or_none(lambda: None, 0, share)
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,32 @@ def test_a_wrong_request_is_told_once(data: Path, tmp_path: Path, processes: Pro
     assert "holds a run already" in ranks[0].error and ranks[1].stderr == ""
 
 
+def test_ranks_whose_devices_do_not_go_together_end_before_they_wait(
+    data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    """One that has none says so, whichever it is; rank 0, which keeps the meeting place, does not end too early."""
+    run = tmp_path / "run"
+    right, wrong = (train_arguments("swa-ssss", data, run, {"train.device": device}) for device in ("cpu", "tpu"))
+    for bad in (0, 1):
+        ranks = start_ranks(processes, [right, wrong] if bad else [wrong, right])
+        assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
+        assert "train.device is 'tpu'" in ranks[bad].error and ranks[1 - bad].stderr == ""
+    found = (
+        "import torch\nfrom maglev.train import distributed\ndistributed.take_device = lambda *_: torch.device('cuda')"
+    )
+    ranks = start_ranks(processes, [right] * 2, on_rank(1, found))
+    assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
+    assert "rank 0 found the device cpu, and rank 1 another kind; set train.device" in ranks[0].error
+    assert ranks[1].stderr == "" and not run.exists()
+
+
+def test_a_wrong_time_to_wait_is_told_when_the_ranks_have_met(data: Path, tmp_path: Path, processes: Processes) -> None:
+    given = [train_arguments("swa-ssss", data, tmp_path / "run", {"train.timeout": seconds}) for seconds in (60, 0)]
+    ranks = start_ranks(processes, given)
+    assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
+    assert "train.timeout is 0" in ranks[1].error and ranks[0].stderr == ""
+
+
 def on_rank(rank: int, work: str) -> str:
     return f"import os\nif os.environ['RANK'] == '{rank}':\n    exec({work!r})\n"
 
