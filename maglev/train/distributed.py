@@ -26,6 +26,8 @@ except ImportError:
 BUCKET_ELEMENTS = 1 << 25
 # what Gloo's and NCCL's own errors have in common
 TRANSPORT = re.compile("gloo|nccl|ProcessGroup", re.IGNORECASE)
+# and those of a GPU, also where NCCL passes them on
+GPU_TROUBLE = re.compile("(CUDA|Triton|cuDNN|Frontend) (error|failure)", re.IGNORECASE)
 
 Result = TypeVar("Result")
 
@@ -175,31 +177,25 @@ def rank_and_world() -> tuple[int, int]:
 
 @contextmanager
 def exchange() -> Iterator[None]:
-    """A message that does not get through means that another rank is gone."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise lost(error) from error
-
-
-@contextmanager
-def work_with_messages() -> Iterator[None]:
-    """The same around work that may fail by itself, too: only the transport's own errors tell of another rank."""
+    """A message that does not get through means that another rank is gone. What else fails is this rank's own trouble:
+    work between messages, or a GPU, whose errors come up wherever it is waited for."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or not TRANSPORT.search(str(error)):
+        if isinstance(error, WorkError | torch.OutOfMemoryError) or of_gpu(error) or not of_transport(error):
             raise
-        raise lost(error) from error
+        raise WorkError(
+            f"rank {rank_and_world()[0]} lost another rank, whose own message says why ({first_line(error)}); "
+            "start all of them again with --resume"
+        ) from error
 
 
-def lost(error: RuntimeError) -> WorkError:
-    return WorkError(
-        f"rank {rank_and_world()[0]} lost another rank, whose own message says why ({first_line(error)}); "
-        "start all of them again with --resume"
-    )
+def of_transport(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or bool(TRANSPORT.search(str(error)))
+
+
+def of_gpu(error: Exception) -> bool:
+    return isinstance(error, torch.AcceleratorError) or bool(GPU_TROUBLE.search(str(error)))
 
 
 def first_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from maglev.errors import RequestError
 from maglev.recipes import run_config
 from maglev.runs import BAD_BATCHES, CONFIG, RECALL, TOKENIZER, read_config
 from maglev.train import distributed
+from maglev.train.fitting import trouble_in_one_line
 from maglev.train.loop import Trainer, Watch
 from maglev.train.metrics import writing
 from maglev.train.sharding import make_mesh
@@ -145,6 +146,7 @@ def train(
 
     with ExitStack() as held:
         held.push(distributed.leave)
+        held.enter_context(trouble_in_one_line(ranks.device))
         task, config = distributed.together(request)
         distributed.all_agree(canonical_json(asdict(config)), "configuration")
         distributed.all_agree(task.fingerprint, "data")

@@ -73,21 +73,22 @@ class Passes:
     def add_passes(self, batch: Batch, everyone: float) -> list[float] | None:
         """The three losses and the sum of the ranks' gradient norms; None where a rank's memory did not suffice."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        own = [0.0] * 4
 
         def work() -> None:
             for first in range(0, self.rows, self.rows_per_pass):
                 self.add_pass(Batch(*(array[first : first + self.rows_per_pass] for array in batch)), everyone, sums)
+            # waits for the GPU: a kernel that fails late fails here, where the other ranks hear of it
+            own[:] = [*sums.tolist(), self.own_gradient_norm()]
 
         if self.divided:
             # in the middle of a pass they wait for each other, so none may begin anew
-            with distributed.work_with_messages():
+            with distributed.exchange():
                 enough = sufficed(work)
                 if not enough:
                     raise WorkError(self.too_many())
         else:
             enough = distributed.together(lambda: sufficed(work))
-        # a rank that is short may not even have room for the tensor of sums
-        own = [*sums.tolist(), self.own_gradient_norm()] if enough else [0.0] * 4
         *found, shortages = distributed.sum_over_ranks([*own, float(not enough)])
         return None if shortages else found
 

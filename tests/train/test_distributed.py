@@ -112,6 +112,35 @@ def test_without_torchrun_there_is_one_rank_and_no_group(monkeypatch: pytest.Mon
     distributed.stop()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
+        torch.distributed.DistBackendError("NCCL error in: a.cpp:3690, remote process exited, NCCL version 2.27"),
+        torch.distributed.DistStoreError("wait timeout after 5000ms, keys: /0"),
+    ],
+)
+def test_what_the_transport_says_tells_of_another_rank(error: RuntimeError) -> None:
+    with pytest.raises(WorkError, match="rank 0 lost another rank, whose own message says why"), distributed.exchange():
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        torch.distributed.DistBackendError("NCCL error in: a.cpp:3690, unhandled cuda error\nCuda failure 700"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("a and b must have one shape"),
+        WorkError("NCCL has been named here"),
+    ],
+)
+def test_other_trouble_between_messages_is_a_rank_s_own(error: RuntimeError) -> None:
+    with pytest.raises(type(error)) as told, distributed.exchange():
+        raise error
+    assert told.value is error
+
+
 def test_a_rank_that_cannot_even_tell_of_its_failure_says_why_it_failed() -> None:
     """As where its GPU is gone, over which messages go."""
 

@@ -182,6 +182,54 @@ def test_trouble_of_another_rank_is_told_by_it(data: Path, tmp_path: Path, proce
     assert "train-00000.tokens.npy: damaged" in ranks[1].error and "maglev:" not in ranks[0].stderr
 
 
+MEASURED = """
+from maglev.train import fitting, passes
+class Memory(fitting.CudaMemory):
+    usable = held = lambda self: 0
+    peak_of = lambda self, work: work()
+passes.memory_of = Memory
+"""
+FAILING = """
+import torch
+from maglev.objectives.next_token import NextTokenObjective
+def forward(self, *arguments):
+    raise torch.AcceleratorError("CUDA error: invalid argument")
+NextTokenObjective.forward = forward
+"""
+
+
+def test_a_kernel_that_fails_on_one_rank_while_passes_are_tried_ends_both(
+    data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    arguments = train_arguments("swa-ssss", data, tmp_path / "run")
+    ranks = start_ranks(processes, [arguments] * 2, MEASURED + on_rank(1, FAILING))
+    assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
+    assert "a kernel failed on cpu: AcceleratorError: CUDA error: invalid argument" in ranks[1].error
+    assert ranks[0].stderr == ""
+
+
+LATE = """
+import torch
+from maglev.train import passes
+plain, count = passes.distributed.dist.all_reduce, []
+def all_reduce(*arguments, **named):
+    count.append(1)
+    if len(count) > 14:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    return plain(*arguments, **named)
+passes.distributed.dist.all_reduce = all_reduce
+"""
+
+
+def test_a_kernel_whose_failure_comes_up_in_a_message_is_told_by_its_own_rank(
+    data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    ranks = start_ranks(processes, [train_arguments("swa-ssss", data, tmp_path / "run")] * 2, on_rank(0, LATE))
+    assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
+    assert "a kernel failed on cpu" in ranks[0].error and "illegal memory access" in ranks[0].error
+    assert "rank 1 lost another rank" in ranks[1].error
+
+
 SLOW = """
 import time
 from maglev.train.loop import Trainer
