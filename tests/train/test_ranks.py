@@ -139,6 +139,14 @@ def test_a_wrong_time_to_wait_is_told_when_the_ranks_have_met(data: Path, tmp_pa
     assert "train.timeout is 0" in ranks[1].error and ranks[0].stderr == ""
 
 
+def test_a_run_folder_that_not_all_ranks_see_is_refused(data: Path, tmp_path: Path, processes: Processes) -> None:
+    """As where each machine has a disk of its own under the same name."""
+    ranks = start_ranks(processes, [train_arguments("swa-ssss", data, tmp_path / name) for name in ("a", "b")])
+    assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
+    assert "RUN must be a folder that all machines see" in ranks[1].error and ranks[0].stderr == ""
+    assert list((tmp_path / "a").iterdir()) == [] and not (tmp_path / "b").exists()
+
+
 def on_rank(rank: int, work: str) -> str:
     return f"import os\nif os.environ['RANK'] == '{rank}':\n    exec({work!r})\n"
 
