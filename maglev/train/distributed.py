@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maglev.errors import RequestError, WorkError
-from maglev.train.meeting import fresh_store
+from maglev.train.meeting import fresh_store, gather_by_store
 
 try:
     from torch.distributed import all_gather_single
@@ -25,6 +25,8 @@ except ImportError:
 
 # what Gloo's and NCCL's own errors have in common
 TRANSPORT = re.compile("gloo|nccl|ProcessGroup", re.IGNORECASE)
+# and those of a GPU, also where NCCL passes them on
+GPU_TROUBLE = re.compile("(CUDA|Triton|cuDNN|Frontend) (error|failure)", re.IGNORECASE)
 
 Result = TypeVar("Result")
 
@@ -55,26 +57,49 @@ def start(device: str, timeout: timedelta) -> Ranks:
     A message that takes longer than `timeout` is lost, and ends this rank.
     """
     rank, world, local_rank = read_place(os.environ)
-    chosen = resolve_device(device, world, local_rank)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    if world > 1:
-        try:
-            dist.init_process_group(
-                "nccl" if chosen.type == "cuda" else "gloo",
-                store=fresh_store(rank, world, timeout),
-                rank=rank,
-                world_size=world,
-                timeout=timeout,
-                device_id=chosen if chosen.type == "cuda" else None,
-            )
-        except ValueError as error:
-            raise RequestError(
-                f"rank {rank} cannot join the others: {error}; start all of them with torchrun"
-            ) from None
-        except RuntimeError as error:
-            raise WorkError(f"rank {rank} did not meet the other {world - 1}: {first_line(error)}") from error
+    if world == 1:
+        return Ranks(rank, world, local_rank, take_device(device, world, local_rank))
+    with joining(rank, world):
+        store = fresh_store(rank, world, timeout)
+        # ahead of the group, whose kind follows from the device: a rank that has none would leave the others waiting
+        chosen = all_or_none(
+            lambda: take_device(device, world, local_rank),
+            rank,
+            lambda status: [int(text) for text in gather_by_store(store, rank, world, "status", str(status))],
+        )
+        refuse_mixture(gather_by_store(store, rank, world, "device", chosen.type), rank)
+        dist.init_process_group(
+            "nccl" if chosen.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timeout,
+            device_id=chosen if chosen.type == "cuda" else None,
+        )
     return Ranks(rank, world, local_rank, chosen)
+
+
+@contextmanager
+def joining(rank: int, world: int) -> Iterator[None]:
+    try:
+        yield
+    except (RequestError, WorkError):
+        raise
+    except ValueError as error:
+        raise RequestError(f"rank {rank} cannot join the others: {error}; start all of them with torchrun") from None
+    except RuntimeError as error:
+        raise WorkError(f"rank {rank} did not meet the other {world - 1}: {first_line(error)}") from error
+
+
+def refuse_mixture(kinds: Sequence[str], rank: int) -> None:
+    """Devices of one kind alone have a way to send to each other. `kinds` are those of all ranks."""
+    others = [str(other) for other, kind in enumerate(kinds) if kind != kinds[0]]
+    if others:
+        message = (
+            f"rank 0 found the device {kinds[0]}, and rank {', '.join(others)} another kind; set train.device to cpu, "
+            "or see that PyTorch finds a GPU for every rank"
+        )
+        raise RequestError(message) if rank == 0 else SaidElsewhere(message, 2)
 
 
 def stop() -> None:
@@ -133,37 +158,43 @@ def resolve_device(device: str, world: int = 1, local_rank: int = 0, setting: st
     return torch.device("cuda", wanted)
 
 
+def take_device(device: str, world: int, local_rank: int) -> torch.device:
+    chosen = resolve_device(device, world, local_rank)
+    if chosen.type == "cuda":
+        try:
+            torch.cuda.set_device(chosen)
+        except RuntimeError as error:
+            raise WorkError(
+                f"{chosen} cannot be used: {first_line(error)}; see with nvidia-smi whether others use it"
+            ) from error
+    return chosen
+
+
 def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 @contextmanager
 def exchange() -> Iterator[None]:
-    """A message that does not get through means that another rank is gone."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise lost(error) from error
-
-
-@contextmanager
-def work_with_messages() -> Iterator[None]:
-    """The same around work that may fail by itself, too: only the transport's own errors tell of another rank."""
+    """A message that does not get through means that another rank is gone. What else fails is this rank's own trouble:
+    work between messages, or a GPU, whose errors come up wherever it is waited for."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or not TRANSPORT.search(str(error)):
+        if isinstance(error, WorkError | torch.OutOfMemoryError) or of_gpu(error) or not of_transport(error):
             raise
-        raise lost(error) from error
+        raise WorkError(
+            f"rank {rank_and_world()[0]} lost another rank, whose own message says why ({first_line(error)}); "
+            "start all of them again with --resume"
+        ) from error
 
 
-def lost(error: RuntimeError) -> WorkError:
-    return WorkError(
-        f"rank {rank_and_world()[0]} lost another rank, whose own message says why ({first_line(error)}); "
-        "start all of them again with --resume"
-    )
+def of_transport(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or bool(TRANSPORT.search(str(error)))
+
+
+def of_gpu(error: Exception) -> bool:
+    return isinstance(error, torch.AcceleratorError) or bool(GPU_TROUBLE.search(str(error)))
 
 
 def first_line(error: Exception) -> str:
@@ -178,28 +209,31 @@ def together(work: Callable[[], Result]) -> Result:
     if not dist.is_initialized():
         return work()
     rank, world = rank_and_world()
+    return all_or_none(work, rank, lambda status: sum_over_ranks([status * (rank == other) for other in range(world)]))
+
+
+def all_or_none(work: Callable[[], Result], rank: int, share: Callable[[int], Sequence[float]]) -> Result:
+    """`share` gives this rank's exit status to the others, 0 for none yet, and returns those of all."""
     results: list[Result] = []
     failure: Exception | None = None
     try:
         results.append(work())
     except Exception as error:
         failure = error
-    statuses = [0.0] * world
-    if failure is not None:
-        statuses[rank] = 2.0 if isinstance(failure, RequestError) else 1.0
-    statuses = sum_over_ranks(statuses)
+    status = 0 if failure is None else 2 if isinstance(failure, RequestError) else 1
+    try:
+        statuses = share(status)
+    except Exception:
+        # a GPU that failed sends nothing any more: why it did is what counts
+        if failure is None:
+            raise
+        raise failure from failure.__cause__
     failed = [number for number, status in enumerate(statuses) if status]
     if not failed:
         return results[0]
     if failure is not None and rank == failed[0]:
         raise failure
     raise SaidElsewhere(f"rank {failed[0]} failed, so rank {rank} stops too", int(statuses[failed[0]])) from failure
-
-
-def barrier() -> None:
-    if dist.is_initialized():
-        with exchange():
-            dist.barrier()
 
 
 def message_device() -> torch.device:

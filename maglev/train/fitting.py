@@ -1,15 +1,17 @@
 """The micro-batch that fits, found by trying: a pass is run, its peak is measured, and the rest is proportion."""
 
 import gc
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from maglev.errors import WorkError
+from maglev.errors import RequestError, WorkError
 from maglev.ops import attention
-from maglev.train.distributed import largest_over_ranks
+from maglev.train.distributed import GPU_TROUBLE, first_line, largest_over_ranks, of_gpu, together
 
 # of what is free: allocators leave holes, and libraries take workspaces of their own
 USABLE = 0.92
@@ -17,6 +19,8 @@ NO_ROW = (
     "out of memory on {device}: not even a micro-batch of one row fits; set train.recompute to full, divide "
     "the model over more ranks with train.sharding=full, or take a smaller depth or model.context"
 )
+# allocators, libraries and compilers each tell it in their own way, a CPU's without an error of its own
+NO_MEMORY = re.compile("out of memory|OutOfMemoryError|can't allocate memory|STATUS_ALLOC_FAILED")
 
 
 class Memory(Protocol):
@@ -58,32 +62,58 @@ def sufficed(work: Callable[[], None]) -> bool:
     """Whether `work` ended without running out of memory."""
     try:
         work()
-    except (MemoryError, RuntimeError) as error:
-        # a CPU's allocator has no error of its own
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    except Exception as error:
+        if lacks_memory(error):
             return False
         raise
     return True
 
 
+def lacks_memory(error: Exception) -> bool:
+    if isinstance(error, RequestError | WorkError):
+        return False
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(NO_MEMORY.search(str(error)))
+
+
 @contextmanager
 def building_kernels(device: torch.device) -> Iterator[None]:
-    """Kernels are built for their shape when it is first met; what fails then is told in one line."""
+    """Kernels are built for their shape when it is first met, and run later; what fails is told in one line.
+
+    Memory that is lacking then is lacking memory: building and trying kernels takes some.
+    """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (RequestError, WorkError):
         raise
     except Exception as error:
         # by name: importing the compilers to know their errors takes seconds
-        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+        built = type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
+        if lacks_memory(error) or not (built or of_gpu(error)):
             raise
-        # trying kernels takes memory too
-        if "OutOfMemoryError" in str(error):
-            raise torch.OutOfMemoryError(str(error)) from error
-        line = (str(error).strip().splitlines() or [""])[0]
+        lines = str(error).strip().splitlines() or [""]
+        line = next(filter(GPU_TROUBLE.search, lines), lines[0])
+        remedy = (
+            "install a PyTorch that is built for this GPU"
+            if "no kernel image" in line
+            else f"set train.compile to off or train.attention to another ({attention.describe(device.type)})"
+        )
+        raise WorkError(f"a kernel failed on {device}: {type(error).__name__}: {line[:160]}; {remedy}") from error
+
+
+@contextmanager
+def trouble_in_one_line(device: torch.device) -> Iterator[None]:
+    """Around a whole run: of kernels anywhere in it, and of memory where no smaller pass helps."""
+    try:
+        with building_kernels(device):
+            yield
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+        # what follows are lists of what is allocated
+        line = ". ".join(first_line(error).split(". ")[:2])
         raise WorkError(
-            f"a kernel could not be built on {device}: {type(error).__name__}: {line[:160]}; set train.compile to off "
-            f"or train.attention to another ({attention.describe(device.type)})"
+            f"out of memory on {device} outside of a pass ({line}); end what else runs on it, then resume, if need be "
+            "with train.sharding=full on more ranks or without validation (train.validate_every=0)"
         ) from error
 
 
@@ -120,8 +150,8 @@ def find_rows(
     fits, too_many = 0, most + 1
     tried = largest_divisor(rows, min(guess, most))
     while True:
-        able = capacity(tried, memory, try_pass, after)
-        # all ranks try the same sizes: in a sharded model they meet in every pass
+        able = together(partial(capacity, tried, memory, try_pass, after))
+        # all ranks try the same sizes, and go on from the smallest
         able = -largest_over_ranks(-able)
         if able >= tried:
             fits = max(fits, tried)

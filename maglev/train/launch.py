@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -16,6 +17,8 @@ from maglev.errors import RequestError
 from maglev.recipes import run_config
 from maglev.runs import BAD_BATCHES, CONFIG, RECALL, TOKENIZER, read_config
 from maglev.train import distributed
+from maglev.train.distributed import Ranks
+from maglev.train.fitting import trouble_in_one_line
 from maglev.train.loop import Trainer, Watch
 from maglev.train.metrics import writing
 from maglev.train.sharding import make_mesh
@@ -60,6 +63,32 @@ def claim_run(run: Path, config: RunConfig, task: Task, resume: bool, held: Exit
         held.enter_context(sole_writer(run))
         for folder in (run, run / "checkpoints", run / BAD_BATCHES):
             files.remove_leftovers(folder)
+
+
+def see_run(run: Path, ranks: Ranks) -> None:
+    """All ranks read from it when they resume, and write their parts of checkpoints and their bad batches there."""
+    if ranks.world == 1:
+        return
+    name = distributed.gather_texts(files.TEMPORARY_PREFIX + uuid.uuid4().hex)[0]
+
+    def show() -> None:
+        if ranks.is_main:
+            with writing(run):
+                files.write_text(run / name, "")
+
+    def look() -> None:
+        if not (run / name).exists():
+            raise RequestError(
+                f"rank {ranks.rank} does not see what rank 0 writes into {run}; RUN must be a folder that all machines "
+                "see: choose another --out"
+            )
+
+    try:
+        distributed.together(show)
+        distributed.together(look)
+    finally:
+        if ranks.is_main:
+            (run / name).unlink(missing_ok=True)
 
 
 def begin_run(run: Path, config: RunConfig, task: Task) -> None:
@@ -114,9 +143,12 @@ def refuse_other_run(run: Path, before: RunConfig, now: RunConfig) -> None:
 
 
 def longest_wait(settings: dict[str, Any]) -> timedelta:
-    """Read ahead of all else, since it is how long ranks wait to meet, too."""
-    seconds = parse_value("train.timeout", settings.get("train.timeout", TrainConfig.timeout), int)
-    return timedelta(seconds=TrainConfig(timeout=seconds).timeout)
+    """Read ahead of all else, since it is how long ranks wait to meet, too. What is wrong with it is told later."""
+    try:
+        seconds = parse_value("train.timeout", settings.get("train.timeout", TrainConfig.timeout), int)
+        return timedelta(seconds=TrainConfig(timeout=seconds).timeout)
+    except RequestError:
+        return timedelta(seconds=TrainConfig.timeout)
 
 
 def train(
@@ -142,10 +174,12 @@ def train(
 
     with ExitStack() as held:
         held.push(distributed.leave)
+        held.enter_context(trouble_in_one_line(ranks.device))
         task, config = distributed.together(request)
         distributed.all_agree(canonical_json(asdict(config)), "configuration")
         distributed.all_agree(task.fingerprint, "data")
         distributed.together(lambda: claim_run(run, config, task, resume, held) if ranks.is_main else None)
+        see_run(run, ranks)
         noted = held.enter_context(interruption())
         mesh = make_mesh(config, ranks)
         trainer = distributed.together(lambda: Trainer(config, task, run, ranks, watch, mesh))

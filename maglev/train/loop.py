@@ -133,7 +133,9 @@ class Trainer:
         validated = self.metrics is not None and self.progress.step in self.metrics.validated
         if distributed.largest_over_ranks(int(validated)):
             self.validated_step = self.progress.step
-        self.matrix_rate = matrix_rate(self.device, compute_dtype(self.config, self.device))
+        # the first kernel of all
+        dtype = compute_dtype(self.config, self.device)
+        self.matrix_rate = distributed.together(lambda: matrix_rate(self.device, dtype))
         self.fit_rows()
 
     def fit_rows(self) -> None:

@@ -26,6 +26,17 @@ def fresh_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(name, store)
 
 
+def gather_by_store(store: dist.Store, rank: int, world: int, key: str, text: str) -> list[str]:
+    """Of every rank, in rank order. Rank 0 returns last: the store may end with it."""
+    store.set(f"{key}/{rank}", text)
+    texts = [content.decode() for content in store.multi_get([f"{key}/{other}" for other in range(world)])]
+    if store.add(f"{key}/read", 1) == world:
+        store.set(f"{key}/read by all", "yes")
+    if rank == 0:
+        store.wait([f"{key}/read by all"])
+    return texts
+
+
 def answer_until_all_came(store: dist.Store, name: str, world: int, timeout: timedelta) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
     answered: set[str] = set()

@@ -97,12 +97,23 @@ class Passes:
         parts = [Batch(*(array[first : first + self.rows_per_pass] for array in batch)) for first in firsts]
         last = parts.pop() if self.replicas is not None else None
         backwards: list[Callable[[], None]] = []
+        own = [0.0] * 4
+
+        def read_sums() -> None:
+            # waits for the GPU: a kernel that fails late fails here, where it is told
+            own[:] = [*sums.tolist(), self.squared_norm()]
 
         def work() -> None:
             for part in parts:
                 self.add_pass(part, everyone, sums)
-            if last is not None:
+            if last is None:
+                read_sums()
+            else:
                 backwards.append(self.forward(last, everyone, sums))
+
+        def meeting() -> None:
+            backwards.pop()()
+            read_sums()
 
         if self.divided:
             self.meet(work)
@@ -112,15 +123,13 @@ class Passes:
         if last is not None:
             if distributed.largest_over_ranks(not enough):
                 return None
-            self.meet(backwards.pop())
-        # a rank that is short may not even have room for the tensor of sums
-        own = [*sums.tolist(), self.squared_norm()] if enough else [0.0] * 4
+            self.meet(meeting)
         *found, squared, shortages = distributed.sum_over_ranks([*own, float(not enough)])
         return None if shortages else [*found, math.sqrt(squared)]
 
     def meet(self, work: Callable[[], None]) -> None:
         """Work in which ranks wait for each other."""
-        with distributed.work_with_messages():
+        with distributed.exchange():
             if not sufficed(work):
                 raise WorkError(self.too_many())
 

@@ -127,7 +127,6 @@ def work(folder: Path, world: int) -> None:
         "owned": [stack.momentum.size(0) for stack in optimizer.stacks],
     }
     (out / f"facts-{ranks.rank}.json").write_text(json.dumps(facts))
-    distributed.barrier()
     distributed.stop()
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from maglev.errors import RequestError
+from maglev.errors import RequestError, WorkError
 from maglev.train import distributed
 
 ROOT = Path(__file__).parents[2]
@@ -109,8 +109,51 @@ def test_without_torchrun_there_is_one_rank_and_no_group(monkeypatch: pytest.Mon
     assert not torch.distributed.is_initialized()
     assert distributed.sum_over_ranks([1, 2.5]) == [1.0, 2.5]
     distributed.all_agree("anything")
-    distributed.barrier()
     distributed.stop()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
+        torch.distributed.DistBackendError("NCCL error in: a.cpp:3690, remote process exited, NCCL version 2.27"),
+        torch.distributed.DistStoreError("wait timeout after 5000ms, keys: /0"),
+    ],
+)
+def test_what_the_transport_says_tells_of_another_rank(error: RuntimeError) -> None:
+    with pytest.raises(WorkError, match="rank 0 lost another rank, whose own message says why"), distributed.exchange():
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        torch.distributed.DistBackendError("NCCL error in: a.cpp:3690, unhandled cuda error\nCuda failure 700"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("a and b must have one shape"),
+        WorkError("NCCL has been named here"),
+    ],
+)
+def test_other_trouble_between_messages_is_a_rank_s_own(error: RuntimeError) -> None:
+    with pytest.raises(type(error)) as told, distributed.exchange():
+        raise error
+    assert told.value is error
+
+
+def test_a_rank_that_cannot_even_tell_of_its_failure_says_why_it_failed() -> None:
+    """As where its GPU is gone, over which messages go."""
+
+    def fail() -> None:
+        raise WorkError("first")
+
+    def share(status: int) -> list[float]:
+        raise RuntimeError("second")
+
+    with pytest.raises(WorkError, match="first"):
+        distributed.all_or_none(fail, 0, share)
+    with pytest.raises(RuntimeError, match="second"):
+        distributed.all_or_none(lambda: None, 0, share)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from maglev.errors import RequestError, WorkError
 from maglev.objectives.maglev import MaglevObjective
 from maglev.recipes import run_config
 from maglev.train import fitting, launch, loop, passes, setup
-from maglev.train.fitting import divisors, find_rows, largest_divisor, smaller
+from maglev.train.fitting import divisors, find_rows, largest_divisor, smaller, sufficed
+from maglev.train.optimizer import Optimizer
 from maglev.train.passes import Passes
 from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, losses_of
 
@@ -198,11 +199,21 @@ def test_a_gpu_without_bfloat16_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert setup.compute_dtype(exact, torch.device("cuda")) == torch.float32
 
 
-def fail_in_the_compiler(monkeypatch: pytest.MonkeyPatch, message: str, times: int) -> None:
-    class InductorError(RuntimeError):
-        pass
+class InductorError(RuntimeError):
+    pass
 
-    InductorError.__module__ = "torch._inductor.exc"
+
+InductorError.__module__ = "torch._inductor.exc"
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    return fail
+
+
+def fail_in_the_compiler(monkeypatch: pytest.MonkeyPatch, message: str, times: int) -> None:
     plain, count = MaglevObjective.forward, [0]
 
     def forward(self: MaglevObjective, *arguments: Any) -> Any:
@@ -231,3 +242,57 @@ def test_memory_that_the_compiler_lacks_is_memory_that_is_lacking(
     said = train(data, tmp_path / "run")
     assert [line for line in said if "out of memory with 4 rows per pass" in line]
     assert len(losses_of(tmp_path / "run")) == 6
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            InductorError("No valid triton configs.\nand more"),
+            "InductorError: No valid triton configs.; set train.compile",
+        ),
+        (RuntimeError("Triton Error [CUDA]: invalid argument"), "Triton Error .*; set train.compile to off"),
+        (
+            torch.AcceleratorError("CUDA error: no kernel image is available"),
+            "available; install a PyTorch that is built",
+        ),
+        (
+            RuntimeError("NCCL error in: a.cpp\nCuda failure 700 'illegal'"),
+            "RuntimeError: Cuda failure 700 'illegal'; set",
+        ),
+    ],
+)
+@pytest.mark.parametrize("place", [(MaglevObjective, "forward"), (Optimizer, "step")])
+def test_a_kernel_that_fails_is_told_wherever_it_runs(
+    place: tuple[type, str], error: Exception, says: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*place, raising(error))
+    with pytest.raises(WorkError, match=f"a kernel failed on cpu: .*{says}"):
+        train(data, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"),
+            "memory. Tried to allocate 2 GiB",
+        ),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_memory_that_is_lacking_outside_of_passes_comes_with_a_remedy(
+    error: Exception, detail: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Optimizer, "step", raising(error))
+    with pytest.raises(WorkError, match=rf"outside of a pass \(.*{detail}\); .*train.sharding=full"):
+        train(data, tmp_path / "run")
+
+
+def test_lacking_memory_is_known_by_all_its_names() -> None:
+    for message in ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory: 8"):
+        assert not sufficed(raising(RuntimeError(message)))
+    # shared memory of a kernel is none that a smaller pass would spare
+    for other in (RuntimeError("out of resource: shared memory"), WorkError("out of memory, as was said")):
+        with pytest.raises(type(other), match="memory"):
+            sufficed(raising(other))

@@ -113,6 +113,40 @@ def test_a_wrong_request_is_told_once(data: Path, tmp_path: Path, processes: Pro
     assert "holds a run already" in ranks[0].error and ranks[1].stderr == ""
 
 
+def test_ranks_whose_devices_do_not_go_together_end_before_they_wait(
+    data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    """One that has none says so, whichever it is; rank 0, which keeps the meeting place, does not end too early."""
+    run = tmp_path / "run"
+    right, wrong = (train_arguments("swa-ssss", data, run, {"train.device": device}) for device in ("cpu", "tpu"))
+    for bad in (0, 1):
+        ranks = start_ranks(processes, [right, wrong] if bad else [wrong, right])
+        assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
+        assert "train.device is 'tpu'" in ranks[bad].error and ranks[1 - bad].stderr == ""
+    found = (
+        "import torch\nfrom maglev.train import distributed\ndistributed.take_device = lambda *_: torch.device('cuda')"
+    )
+    ranks = start_ranks(processes, [right] * 2, on_rank(1, found))
+    assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
+    assert "rank 0 found the device cpu, and rank 1 another kind; set train.device" in ranks[0].error
+    assert ranks[1].stderr == "" and not run.exists()
+
+
+def test_a_wrong_time_to_wait_is_told_when_the_ranks_have_met(data: Path, tmp_path: Path, processes: Processes) -> None:
+    given = [train_arguments("swa-ssss", data, tmp_path / "run", {"train.timeout": seconds}) for seconds in (60, 0)]
+    ranks = start_ranks(processes, given)
+    assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
+    assert "train.timeout is 0" in ranks[1].error and ranks[0].stderr == ""
+
+
+def test_a_run_folder_that_not_all_ranks_see_is_refused(data: Path, tmp_path: Path, processes: Processes) -> None:
+    """As where each machine has a disk of its own under the same name."""
+    ranks = start_ranks(processes, [train_arguments("swa-ssss", data, tmp_path / name) for name in ("a", "b")])
+    assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
+    assert "RUN must be a folder that all machines see" in ranks[1].error and ranks[0].stderr == ""
+    assert list((tmp_path / "a").iterdir()) == [] and not (tmp_path / "b").exists()
+
+
 def on_rank(rank: int, work: str) -> str:
     return f"import os\nif os.environ['RANK'] == '{rank}':\n    exec({work!r})\n"
 
@@ -154,6 +188,54 @@ def test_trouble_of_another_rank_is_told_by_it(data: Path, tmp_path: Path, proce
     ranks = start_ranks(processes, [train_arguments("swa-ssss", folder, tmp_path / "run") for folder in (data, mine)])
     assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
     assert "train-00000.tokens.npy: damaged" in ranks[1].error and "maglev:" not in ranks[0].stderr
+
+
+MEASURED = """
+from maglev.train import fitting, passes
+class Memory(fitting.CudaMemory):
+    usable = held = lambda self: 0
+    peak_of = lambda self, work: work()
+passes.memory_of = Memory
+"""
+FAILING = """
+import torch
+from maglev.objectives.next_token import NextTokenObjective
+def forward(self, *arguments):
+    raise torch.AcceleratorError("CUDA error: invalid argument")
+NextTokenObjective.forward = forward
+"""
+
+
+def test_a_kernel_that_fails_on_one_rank_while_passes_are_tried_ends_both(
+    data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    arguments = train_arguments("swa-ssss", data, tmp_path / "run")
+    ranks = start_ranks(processes, [arguments] * 2, MEASURED + on_rank(1, FAILING))
+    assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
+    assert "a kernel failed on cpu: AcceleratorError: CUDA error: invalid argument" in ranks[1].error
+    assert ranks[0].stderr == ""
+
+
+LATE = """
+import torch
+from maglev.train import passes
+plain, count = passes.distributed.dist.all_reduce, []
+def all_reduce(*arguments, **named):
+    count.append(1)
+    if len(count) > 14:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    return plain(*arguments, **named)
+passes.distributed.dist.all_reduce = all_reduce
+"""
+
+
+def test_a_kernel_whose_failure_comes_up_in_a_message_is_told_by_its_own_rank(
+    data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    ranks = start_ranks(processes, [train_arguments("swa-ssss", data, tmp_path / "run")] * 2, on_rank(0, LATE))
+    assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
+    assert "a kernel failed on cpu" in ranks[0].error and "illegal memory access" in ranks[0].error
+    assert "rank 1 lost another rank" in ranks[1].error
 
 
 SLOW = """
