@@ -1,6 +1,8 @@
 """The latent recurrent Transformer's training on Maglev's network: refinement passes, no prefiller.
 
-The first pass has zero memory, gates on. Its loss and those of all later passes count equally.
+The first pass has zero memory, gates on. Its loss and those of all later passes count equally, each the mean of its
+positions. Where some have no target, a pass counts by how many of its positions have one: what a row adds to the mean
+over a batch is then the same, whatever rows it is computed with.
 """
 
 import torch
@@ -44,9 +46,18 @@ class LRTObjective(Objective):
         for positions in [range(length), *subsets]:
             fresh = sweeps.run(memory, positions)
             memory = scatter(memory, fresh, positions)
-            losses.append(next_token_loss(self.decoder, fresh, targets[:, positions.start :: positions.step]))
+            own = targets[:, positions.start :: positions.step]
+            loss = next_token_loss(self.decoder, fresh, own)
+            # 1 where every position has a target
+            weight = density(own, loss.dtype) / density(targets, loss.dtype).clamp_min(torch.finfo(loss.dtype).tiny)
+            losses.append(weight * loss)
         return losses
 
     def zero_memory(self, tokens: Tensor) -> Tensor:
         width, dtype = self.decoder.config.width, self.decoder.compute_dtype
         return torch.zeros(*tokens.shape, width, dtype=dtype, device=tokens.device)
+
+
+def density(targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """The share of positions that have a target."""
+    return (targets >= 0).to(dtype).mean()

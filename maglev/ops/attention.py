@@ -84,14 +84,14 @@ def choose(case: Case, wanted: str | None = None) -> tuple[str, str]:
     One that is asked for and serves, but fails, ends the work: who asks wants to know.
     """
     if wanted is not None and KERNELS[wanted].serves(case):
-        works, reason = check(wanted, case.device_type)
+        works, reason = check(wanted, case.device_type, case.head_dim)
         if not works:
             raise WorkError(f"train.attention is {wanted}, which {reason}; set it to auto")
         return wanted, reason
     failed = ""
     for name in ORDER["full" if case.is_full else "windowed"]:
         if KERNELS[name].serves(case):
-            works, reason = check(name, case.device_type)
+            works, reason = check(name, case.device_type, case.head_dim)
             if works:
                 return name, reason + failed
             failed += f"; {name} {reason}"
@@ -99,12 +99,13 @@ def choose(case: Case, wanted: str | None = None) -> tuple[str, str]:
 
 
 @functools.cache
-def check(kernel: str, device_type: str) -> tuple[bool, str]:
-    """Whether a kernel works on that kind of device, found by running it once, and what came of it."""
+def check(kernel: str, device_type: str, head_dim: int) -> tuple[bool, str]:
+    """Whether a kernel works on that kind of device for heads of that size, found by running it once, and what came of
+    it."""
     if kernel == BLOCKWISE:
         return True, "plain PyTorch"
     try:
-        error = error_of(kernel, torch.device(device_type))
+        error = error_of(kernel, torch.device(device_type), head_dim)
     except Exception as failure:  # whatever a missing compiler, driver or kernel raises: say it and go on without
         line = (str(failure).splitlines() or [""])[0]
         return False, f"failed: {type(failure).__name__}: {line[:120]}"
@@ -113,13 +114,13 @@ def check(kernel: str, device_type: str) -> tuple[bool, str]:
     return True, f"within {error:.4f} of the definition"
 
 
-def error_of(kernel: str, device: torch.device) -> float:
+def error_of(kernel: str, device: torch.device, head_dim: int) -> float:
     """Forward and backward against the definition, on a shape with an edge in it."""
     generator = torch.Generator("cpu").manual_seed(0)
     window = CHECKED_LENGTH if kernel == SDPA else CHECKED_WINDOW
 
     def draw(heads: int) -> Tensor:
-        numbers = torch.randn(1, CHECKED_LENGTH, heads, 64, generator=generator)
+        numbers = torch.randn(1, CHECKED_LENGTH, heads, head_dim, generator=generator)
         return numbers.to(device, torch.bfloat16).requires_grad_()
 
     # the first call may come from an evaluation, which has no gradients

@@ -19,6 +19,7 @@ COSTLY = {
     "aten::mm",
     "aten::addmm",
     "aten::bmm",
+    "aten::_scaled_mm",
     "flex_attention",
     "maglev::attend",
     "torch_attn::_varlen_attn",

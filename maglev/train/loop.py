@@ -36,6 +36,7 @@ from maglev.train.setup import (
     build_for_training,
     compute_dtype,
     meet_teacher,
+    remarks,
     rows_of_step,
     start_from,
 )
@@ -339,6 +340,7 @@ class Trainer:
                 attention_cases(self.config, self.objective, self.device),
                 self.objective.decoder.attention_kernel,
             ),
+            *remarks(self.config, self.rows, size, self.device),
         ]
 
     def summary(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from maglev.train.task import Task
 CPU_TOKENS_PER_PASS = 16_384
 # kept activations per token and layer, in widths: q, k, v, attention, two norms, MLP in and out
 KEPT_WIDTHS = {"none": 26, "selective": 16, "full": 4}
-# a larger pass is no faster
+# where the search ends
 ENOUGH_TOKENS_PER_PASS = 65_536
 
 
@@ -156,18 +156,38 @@ def rows_of_step(config: RunConfig, world: int) -> int:
 
 
 def rows_per_pass(config: RunConfig, rows: int, device: torch.device) -> int:
-    """The largest divisor of the rank's rows that is not above what was asked for, or on a GPU a guess at what fits:
-    `fitting.find_rows` begins there."""
+    """The largest divisor of the rank's rows that is not above what fits; `fitting.find_rows` begins there."""
+    return largest_divisor(rows, rows_that_fit(config, device))
+
+
+def rows_that_fit(config: RunConfig, device: torch.device) -> int:
+    """In a pass: what was asked for, or on a GPU a guess."""
     if config.train.rows_per_pass:
-        fits = config.train.rows_per_pass
-    elif device.type == "cuda":
+        return config.train.rows_per_pass
+    if device.type == "cuda":
         passes = objective_flops(config) / decoder_flops(config.model)
         token = KEPT_WIDTHS[config.train.recompute] * config.model.width * config.model.depth * 2 * passes
         free = USABLE * torch.cuda.mem_get_info(device)[0]
-        fits = min(int(free / (token * config.model.context)), most_rows(config))
-    else:
-        fits = CPU_TOKENS_PER_PASS // config.model.context
-    return largest_divisor(rows, fits)
+        return min(int(free / (token * config.model.context)), most_rows(config))
+    return CPU_TOKENS_PER_PASS // config.model.context
+
+
+def remarks(config: RunConfig, rows: int, size: int, device: torch.device) -> list[str]:
+    """What makes a run slower than it need be, a line each. `size` are the rows of a pass, `rows` those of the rank."""
+    lines = []
+    if config.train.products == "fp8" and device.type != "cuda":
+        capability = ".".join(map(str, fp8.SMALLEST_CAPABILITY))
+        lines.append(f"train.products is fp8, emulated on {device.type}; GPUs have it from capability {capability} on")
+    fits = min(rows, rows_that_fit(config, device))
+    # where a larger number would divide the rows, it is memory that lacks
+    if 2 * size < fits and size >= largest_divisor(rows, fits):
+        half = -(-fits // 2)
+        tokens = config.train.tokens_per_step // rows * half * round(rows / half)
+        lines.append(
+            f"a pass has {size} of the rank's {rows} rows, which divide into no larger ones where {fits} should fit; "
+            f"set train.tokens_per_step to {tokens} for larger passes"
+        )
+    return lines
 
 
 def most_rows(config: RunConfig) -> int:

@@ -8,7 +8,8 @@ from maglev.model.memory import shift_right
 from maglev.objectives.losses import Documents
 from tests.helpers import ALL_RECIPES, MAGLEV_RECIPES, MEMORY_RECIPES, batch_of, random_tokens, small
 
-FIRST, SECOND = 48, 35
+# subsets of every S below are then of one size, in a row and in its second document
+FIRST, SECOND = 48, 36
 
 
 def boundaries(first: int = FIRST, second: int = SECOND, *, mask: bool = True, reset: bool = True) -> Documents:

@@ -2,14 +2,21 @@
 
 Interleaved: one full pass with zero memory keeps every layer's K/V; then S passes each recompute the positions p with
 p mod S = i, with the freshest memory, and write K/V back; gradients flow through that buffer; the loss is the mean
-over all passes. K-full: K passes over all positions, the first on zero memory.
+over all passes, where each stands for all positions: its nats by its share of the positions and by all targets. With a
+target at every position that is the mean of its positions. K-full: K passes over all positions, the first on zero
+memory.
 """
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from maglev.objectives import Objective
+from maglev.objectives import lrt as lrt_module
+from maglev.objectives.losses import next_token_loss
+from maglev.ops.loss import UNSCORED
 from tests.helpers import batch_of, gradients, random_tokens, small
 from tests.objectives.equations import Cache, Network, Weights, cross_entropy, embed, run_stack
 
@@ -64,7 +71,8 @@ def naive_loss(
             for t, memory in results[number].items()
             if targets[row, t] >= 0
         ]
-        losses.append(torch.stack(nats).mean())
+        share = len(rows[0][number]) / tokens.shape[1]
+        losses.append(torch.stack(nats).sum() / (share * int((targets >= 0).sum())))
     return torch.stack(losses).mean()
 
 
@@ -96,6 +104,48 @@ def test_losses_and_gradients_equal_the_naive_schedule(recipe: str, schedule: st
         torch.testing.assert_close(
             mine[name], theirs[name], rtol=0, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+@pytest.mark.parametrize(("passes", "length"), [(2, 8), (2, 9), (3, 10)])
+def test_with_a_target_everywhere_each_pass_is_the_mean_of_its_positions(
+    passes: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The definition for text, and to the bit: weights are 1."""
+    objective, _ = lrt("lrt-ssss", "interleaved", passes)
+    tokens, targets = batch_of(2, length)
+    means: list[Tensor] = []
+
+    def noted(*inputs: Any) -> Tensor:
+        means.append(next_token_loss(*inputs))
+        return means[-1]
+
+    monkeypatch.setattr(lrt_module, "next_token_loss", noted)
+    total = objective(tokens, targets).total
+    assert len(means) == passes + 1 and torch.equal(total, torch.stack(means).mean())
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "full"])
+def test_sparse_targets_weigh_the_same_in_any_micro_batch(schedule: str) -> None:
+    """As in recall: few targets, another number in every row, in one row at even positions alone, in one none."""
+    objective, _ = lrt("lrt-ssss", schedule, 2)
+    tokens, targets = batch_of(6, 12)
+    targets[torch.rand(6, 12, generator=torch.Generator().manual_seed(0)) < 0.6] = UNSCORED
+    targets[1, 1::2] = targets[4] = UNSCORED
+    counts = (targets >= 0).sum(1)
+    assert counts[4] == 0 and counts.unique().numel() > 2
+
+    def step(rows: int) -> dict[str, Tensor]:
+        """As a step adds its micro-batches up: by their targets."""
+        total = torch.zeros((), dtype=torch.float64)
+        for first in range(0, 6, rows):
+            part = slice(first, first + rows)
+            total = total + objective(tokens[part], targets[part]).total * counts[part].sum() / counts.sum()
+        return {"loss": total.detach(), **gradients(total, objective)}
+
+    whole = step(6)
+    for rows in (3, 2, 1):
+        for name, value in step(rows).items():
+            torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_long_rows_use_blocks_and_still_equal_the_naive_schedule() -> None:

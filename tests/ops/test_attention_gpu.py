@@ -102,9 +102,10 @@ def run_kernel(kernel: str, case: Case, inputs: list[Tensor], starts: Tensor | N
     return windowed_attention(*inputs, plan)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_each_kernel_works_here(kernel: str) -> None:
-    works, reason = check(kernel, "cuda")
+def test_each_kernel_works_here(kernel: str, head_dim: int) -> None:
+    works, reason = check(kernel, "cuda", head_dim)
     assert works, reason
 
 

@@ -30,7 +30,7 @@ def forget_checks() -> Iterator[None]:
 
 @pytest.fixture
 def all_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "error_of", lambda kernel, device: 0.001)
+    monkeypatch.setattr(attention, "error_of", lambda kernel, device, head_dim: 0.001)
 
 
 def able(case: Case) -> set[str]:
@@ -81,8 +81,8 @@ def test_what_is_asked_for_comes_first_where_it_serves(all_work: None) -> None:
     assert choose(TRAINING, BLOCKWISE)[0] == BLOCKWISE
 
 
-def broken(kernel: str) -> Callable[[str, torch.device], float]:
-    def error_of(name: str, device: torch.device) -> float:
+def broken(kernel: str) -> Callable[[str, torch.device, int], float]:
+    def error_of(name: str, device: torch.device, head_dim: int) -> float:
         if name == kernel:
             raise NotImplementedError("no compiler here\nand a long story")
         return 0.001
@@ -106,7 +106,7 @@ def test_one_that_fails_is_passed_over_and_told(kernel: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("error", [0.3, float("nan")])
 def test_one_that_is_wrong_is_passed_over_and_told(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "error_of", lambda kernel, device: error)
+    monkeypatch.setattr(attention, "error_of", lambda kernel, device, head_dim: error)
     kernel, reason = choose(TRAINING)
     first = next(name for name in attention.ORDER["windowed"] if KERNELS[name].serves(TRAINING))
     assert kernel == BLOCKWISE and reason.startswith(f"plain PyTorch; {first} differs from the definition by")
@@ -125,8 +125,26 @@ def test_a_check_runs_wherever_the_first_call_happens(
     monkeypatch.setitem(kernels.KERNELS, FLEX, kernel)
     for factor in (1.0, 1.1):
         with mode():
-            assert check(FLEX, "cpu")[0] == (factor == 1.0)
+            assert check(FLEX, "cpu", 64)[0] == (factor == 1.0)
         check.cache_clear()
+
+
+def test_a_check_runs_the_heads_of_the_case_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may fail for one size of heads alone: then only those go without."""
+    seen: list[int] = []
+
+    def by_definition(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+        seen.append(query.shape[-1])
+        factor = 1.0 if query.shape[-1] < 128 else 1.1
+        return factor * reference.windowed_attention(query, key, value, plan.window)
+
+    fake = KERNELS[FLEX]._replace(serves=lambda case: True, attend=by_definition)
+    monkeypatch.setitem(kernels.KERNELS, FLEX, fake)
+    monkeypatch.setitem(attention.ORDER, "windowed", (FLEX, BLOCKWISE))
+    for _ in range(2):
+        for head_dim, expected in ((64, FLEX), (128, BLOCKWISE)):
+            assert choose(TRAINING._replace(device_type="cpu", head_dim=head_dim))[0] == expected
+    assert seen == [64, 128]
 
 
 def test_passes_without_gradients_compile_nothing(all_work: None) -> None:

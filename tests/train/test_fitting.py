@@ -17,6 +17,7 @@ from maglev.train.optimizer import Optimizer
 from maglev.train.passes import Passes
 from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, losses_of
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("without_speed")
 
 
@@ -86,6 +87,31 @@ def test_all_ranks_take_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_passes_of_one_shape() -> None:
     assert [largest_divisor(12, most) for most in (0, 1, 5, 6, 11, 99)] == [1, 1, 4, 6, 6, 12]
     assert [smaller(12, rows) for rows in (12, 6, 4, 3, 2, 1)] == [6, 3, 2, 1, 1, 0]
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "better"), [(17, 16), (23, 24), (31, 32), (37, 40), (34, 32), (16, 0), (32, 0), (40, 0), (13, 0), (1, 0)]
+)
+def test_rows_that_do_not_divide_into_large_passes_are_told_with_what_to_set(
+    rows: int, better: int, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where 16 fit, as on this device or by the user's word."""
+    monkeypatch.setattr(setup, "CPU_TOKENS_PER_PASS", 16 * 2048)
+    settings = {"train.tokens_per_step": 2 * rows * 2048, "train.rows_per_pass": 16 if fixed else 0}
+    config = run_config("swa-ssss", 2, settings)
+    size = setup.rows_per_pass(config, rows, CPU)
+    told = setup.remarks(config, rows, size, CPU)
+    assert bool(better) == (2 * size < min(rows, 16)) == bool(told)
+    if told:
+        assert told[0].startswith(f"a pass has {size} of the rank's {rows} rows, ") and "where 16 should" in told[0]
+        assert f"set train.tokens_per_step to {2 * better * 2048} for" in told[0]
+        assert 2 * largest_divisor(better, 16) >= 16
+
+
+def test_small_passes_for_want_of_memory_are_not_the_fault_of_the_rows() -> None:
+    config = run_config("swa-ssss", 2, {"train.rows_per_pass": 16})
+    assert setup.remarks(config, 64, 2, CPU) == []
 
 
 def limit_passes(monkeypatch: pytest.MonkeyPatch, most: int, from_pass: int = 0) -> list[int]:
@@ -179,6 +205,11 @@ def test_divided_parameters_are_fitted_from_fewer_rows(
     with pytest.raises(WorkError, match="not even a micro-batch of one row fits"):
         train(data, tmp_path / "none")
     assert memory.tried == [1]
+
+
+def test_a_run_tells_of_small_passes_in_its_first_lines(data: Path, tmp_path: Path) -> None:
+    said = train(data, tmp_path / "run", {"train.tokens_per_step": 7 * 32, "train.steps": 1, "train.rows_per_pass": 4})
+    assert [line for line in said if "where 4 should fit" in line and "train.tokens_per_step to 256" in line]
 
 
 def test_the_guess_follows_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
