@@ -115,17 +115,18 @@ class Trainer:
 
     def load(self) -> None:
         """Continue from the newest whole checkpoint, or begin, from another run's decoder if that is wished."""
-        distributed.together(self.load_newest)
-        distributed.all_agree(str(self.progress.step), "step to go on from")
-
-    def load_newest(self) -> None:
-        report = self.watch.say if self.ranks.is_main else lambda line: None
-        found = checkpoint.newest(self.run, report)
+        found = saving.newest(self.run, self.report)
         if found is not None:
-            self.restore(found)
+            distributed.together(lambda: self.restore(found))
         elif self.config.train.init_from:
-            kept = start_from(self.objective, Path(self.config.train.init_from), self.task, report)
-            self.watch.say(f"decoder taken from {self.config.train.init_from}; {len(kept)} tensors start anew")
+            source = Path(self.config.train.init_from)
+            given = saving.newest(source, self.report)
+            kept = distributed.together(lambda: start_from(self.objective, source, given, self.task, self.report))
+            self.watch.say(f"decoder taken from {source}; {len(kept)} tensors start anew")
+
+    def report(self, line: str) -> None:
+        if self.ranks.is_main:
+            self.watch.say(line)
 
     def start(self) -> None:
         self.progress.threads = self.choose_threads()

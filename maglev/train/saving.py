@@ -18,6 +18,7 @@ from maglev.objectives.maglev import MaglevObjective
 from maglev.train import distributed
 from maglev.train.optimizer import Optimizer
 from maglev.train.sharding import local, own_rows, whole
+from maglev.values import canonical_json
 
 
 def modules_of(objective: Objective) -> dict[str, nn.Module]:
@@ -79,6 +80,21 @@ def parts_of(objective: Objective, optimizer: Optimizer) -> dict[str, dict[str, 
     if distributed.rank_and_world()[0] == 0:
         parts["optimizer"]["step"] = Part(torch.tensor(optimizer.steps), 0, ())
     return parts
+
+
+def newest(run: Path, report: Callable[[str], None]) -> checkpoint.Checkpoint | None:
+    """The newest whole checkpoint, on every rank; all ranks call it together.
+
+    Rank 0 alone looks whether its files are whole: the others read no more than they need.
+    """
+    rank, _ = distributed.rank_and_world()
+    own = distributed.together(lambda: None if rank else checkpoint.newest(run, report))
+    step = distributed.largest_over_ranks(-1 if own is None else own.step)
+    if step < 0:
+        return None
+    found = distributed.together(lambda: own or checkpoint.found_whole(run, step))
+    distributed.all_agree(canonical_json(found.state), "checkpoint")
+    return found
 
 
 def restore(found: checkpoint.Checkpoint, objective: Objective, optimizer: Optimizer) -> None:

@@ -12,7 +12,7 @@ from maglev import checkpoint
 from maglev.runs import read_metrics
 from tests.helpers import ALL_RECIPES
 from tests.processes import Process, Processes, Server, free_ports, until
-from tests.small_runs import FAST, assert_same_tensors, losses_of, tensors_of, train_arguments
+from tests.small_runs import FAST, assert_same_tensors, flip_byte, losses_of, tensors_of, train_arguments
 
 RECIPE = "maglev-shared-0.1"
 # one row per pass: two passes per step on two ranks, four in one process
@@ -141,6 +141,33 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks_in_either_mode(
         if source == target:
             assert losses_of(run) == losses_of(runs[source])
             assert_same_tensors(run, runs[source])
+
+
+NOT_CHECKED_HERE = """
+from maglev import checkpoint
+def find_damage(folder):
+    raise AssertionError("read all of " + str(folder))
+checkpoint.find_damage = find_damage
+"""
+
+
+def test_one_rank_checks_what_all_of_them_load(data: Path, tmp_path: Path, processes: Processes) -> None:
+    """A damaged checkpoint is loaded by none, whichever file it is; the others read only what they need."""
+    damaged = {"none": "decoder.safetensors", "full": "optimizer.00001.safetensors"}
+    plain = {mode: tmp_path / f"plain-{mode}" for mode in damaged}
+    run_jobs(processes, [job(RECIPE, data, run, mode) for mode, run in plain.items()], 2)
+    for mode, name in damaged.items():
+        shutil.copytree(plain[mode], tmp_path / mode)
+        flip_byte(tmp_path / mode / "checkpoints" / "step-00000006" / name)
+    jobs = [job(RECIPE, data, tmp_path / mode, mode, "--resume") for mode in damaged]
+    ranks = start_jobs(processes, jobs, 2, on_rank(1, NOT_CHECKED_HERE))
+    assert [process.wait(PATIENCE) for process in ranks] == [0, 0], [process.stderr for process in ranks]
+    said = ranks[0].stderr
+    assert all(f"is damaged: {name} does not match" in said for name in damaged.values()) and ranks[1].stderr == ""
+    assert said.count("resumed at step 3 of 6") == 2
+    for mode, run in plain.items():
+        assert losses_of(tmp_path / mode) == losses_of(run)
+        assert_same_tensors(tmp_path / mode, run)
 
 
 def test_a_divided_run_starts_from_a_divided_decoder(data: Path, tmp_path: Path, processes: Processes) -> None:
