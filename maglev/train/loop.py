@@ -27,6 +27,7 @@ from maglev.runs import BAD_BATCHES
 from maglev.train import distributed, saving, schedule
 from maglev.train.ahead import ReadAhead
 from maglev.train.distributed import Ranks
+from maglev.train.fitting import release, sufficed
 from maglev.train.metrics import MetricsLog, writing
 from maglev.train.optimizer import Optimizer
 from maglev.train.param_groups import ParamGroup, RoleOf, build_param_groups, role_of
@@ -291,11 +292,28 @@ class Trainer:
         return step % train.validate_every == 0 or step == self.steps
 
     def validate(self) -> None:
-        """All ranks together; rank 0 measures, with the weights of all."""
-        objective = self.objective
-        whole = saving.whole_copy(self.config, objective, self.device) if self.divided else objective
-        distributed.together(lambda: self.measure(whole))
+        """All ranks together; rank 0 measures, with the weights of all. Where memory does not suffice, nobody does."""
+        enough, whole = self.gather() if self.divided else (True, self.objective)
+        if not (enough and distributed.together(lambda: sufficed(lambda: self.measure(whole)))):
+            release(self.device)
+            self.report(
+                f"step {self.progress.step}: out of memory in the validation, which is left out; set "
+                "train.validation_rows to fewer, or train.validate_every to 0 for none"
+            )
         self.validated_step = self.progress.step
+
+    def gather(self) -> tuple[bool, Objective | None]:
+        """Whether there is room on every rank, and for rank 0 the objective with whole parameters."""
+        copies: list[Objective | None] = []
+
+        def build() -> None:
+            copies.append(saving.whole_copy(self.config, self.objective, self.device))
+
+        enough = distributed.together(lambda: sufficed(build))
+        if distributed.largest_over_ranks(int(not enough)):
+            return False, None
+        saving.gather_into(copies[0], self.objective)
+        return True, copies[0]
 
     def measure(self, objective: Objective | None) -> None:
         """By memory source, on part of what was held back."""
@@ -303,9 +321,11 @@ class Trainer:
         if self.metrics is None or validation is None or objective is None:
             return
         objective.eval()
-        values = validation.measure(objective, self.passes.rows_per_pass, self.config.data)
-        loop = self.measure_loop(objective, validation)
-        objective.train()
+        try:
+            values = validation.measure(objective, self.passes.rows_per_pass, self.config.data)
+            loop = self.measure_loop(objective, validation)
+        finally:
+            objective.train()
         named = {f"{validation.metric}_{source}": value for source, value in values.items()}
         if "lifted" in values:
             named[f"{validation.metric}_recurrent_minus_lifted"] = values["recurrent"] - values["lifted"]

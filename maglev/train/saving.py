@@ -126,15 +126,21 @@ def fill(parameter: Tensor, given: Readable) -> None:
 
 @torch.no_grad()
 def whole_copy(config: RunConfig, objective: Objective, device: torch.device) -> Objective | None:
-    """For rank 0 an objective whose parameters are whole, for the others None; all ranks call it together.
+    """For rank 0 an objective that `gather_into` fills with whole parameters, for the others None.
 
-    Stepping through a divided one would gather its blocks for every token.
+    Stepping through a divided one would gather its blocks for every token. Memory runs out here or not at all: in the
+    middle of gathering the other ranks would wait in vain.
     """
+    copy = build_objective(config).to(device) if distributed.rank_and_world()[0] == 0 else None
+    # one parameter at a time is whole on every rank, and may be padded on its way
+    largest = max(parameter.numel() * parameter.element_size() for parameter in objective.parameters())
+    torch.empty(2 * largest, dtype=torch.uint8, device=device)
+    return copy
 
-    def build() -> Objective | None:
-        return build_objective(config).to(device) if distributed.rank_and_world()[0] == 0 else None
 
-    copy = distributed.together(build)
+@torch.no_grad()
+def gather_into(copy: Objective | None, objective: Objective) -> None:
+    """All ranks call it together; rank 0 has a copy."""
     targets = dict(copy.named_parameters()) if copy is not None else {}
     for name, parameter in objective.named_parameters():
         tensor = whole(parameter)
@@ -142,4 +148,3 @@ def whole_copy(config: RunConfig, objective: Objective, device: torch.device) ->
             targets[name].copy_(tensor)
     if copy is not None:
         copy.decoder.embedding.compute_dtype = objective.decoder.embedding.compute_dtype
-    return copy

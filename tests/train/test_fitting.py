@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from maglev.data.loader import Batch
 from maglev.errors import RequestError, WorkError
+from maglev.objectives import Objective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.recipes import run_config
+from maglev.runs import read_metrics
 from maglev.train import fitting, launch, loop, passes, setup
 from maglev.train.fitting import divisors, find_rows, largest_divisor, smaller
-from maglev.train.passes import Passes
+from maglev.train.passes import Passes, StepLosses
+from maglev.train.task import TextValidation
 from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, losses_of
 
 pytestmark = pytest.mark.usefixtures("without_speed")
@@ -118,6 +122,33 @@ def test_a_step_that_runs_out_of_memory_is_made_with_smaller_passes(
     assert [line for line in said if "out of memory with 4 rows per pass; the step begins anew with 2" in line]
     np.testing.assert_allclose(losses_of(tmp_path / "short"), losses_of(tmp_path / "plain"), rtol=0, atol=1e-5)
     assert [step for step, *_ in losses_of(tmp_path / "short")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_validation_that_runs_out_of_memory_is_left_out(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of step 3, not that of step 6: a line says so, nothing is recorded, and training is as it was."""
+    train(data, tmp_path / "plain")
+    measure, step = TextValidation.measure, Passes.gradients
+    failed: list[Objective] = []
+
+    def measure_later(self: TextValidation, objective: Objective, *rest: Any) -> dict[str, float]:
+        if not failed:
+            failed.append(objective)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return measure(self, objective, *rest)
+
+    def gradients(self: Passes, batch: Batch) -> tuple[StepLosses, int]:
+        assert self.objective.training
+        return step(self, batch)
+
+    monkeypatch.setattr(TextValidation, "measure", measure_later)
+    monkeypatch.setattr(Passes, "gradients", gradients)
+    said = train(data, tmp_path / "short", {"train.validate_every": 3})
+    (line,) = [line for line in said if "out of memory in the validation" in line]
+    assert line.startswith("step 3:") and "train.validate_every" in line and "train.validation_rows" in line
+    assert [row["step"] for row in read_metrics(tmp_path / "short") if row["kind"] == "validation"] == [6]
+    assert_same_tensors(tmp_path / "short", tmp_path / "plain")
 
 
 def test_a_micro_batch_that_the_user_fixed_ends_in_a_line_that_names_what_fits(

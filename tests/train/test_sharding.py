@@ -221,6 +221,37 @@ def test_out_of_memory_says_what_to_set(data: Path, tmp_path: Path, processes: P
         assert_nothing_was_saved(run)
 
 
+NO_COPY = """
+import torch
+from maglev.train import saving
+plain, calls = saving.{place}, []
+def out_of_memory(*arguments):
+    calls.append(1)
+    if len(calls) == {number}:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return plain(*arguments)
+saving.{place} = out_of_memory
+"""
+
+
+def test_a_validation_without_room_for_a_whole_copy_is_left_out(
+    data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    """The first one on rank 0, which a resume begins with, the second one on rank 1: both go on training."""
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    run_jobs(processes, [job(RECIPE, data, plain, "full")], 2)
+    half_of(plain, run)
+    again = job(RECIPE, data, run, "full", "--resume", validate_every=3)
+    first, second = (NO_COPY.format(place=place, number=n) for n, place in ((1, "build_objective"), (2, "whole_copy")))
+    ranks = start_jobs(processes, [again], 2, on_rank(0, first) + on_rank(1, second))
+    assert [process.wait(PATIENCE) for process in ranks] == [0, 0], [process.stderr for process in ranks]
+    said = [line for line in ranks[0].stderr.splitlines() if "out of memory in the validation" in line]
+    assert [line.split(":")[0] for line in said] == ["step 3", "step 6"] and ranks[1].stderr == ""
+    assert all("train.validate_every" in line and "train.validation_rows" in line for line in said)
+    assert losses_of(run) == losses_of(plain) and {row["kind"] for row in read_metrics(run)} == {"train"}
+    assert_same_tensors(run, plain)
+
+
 FULL = """
 from maglev import checkpoint
 def full(*arguments):
