@@ -1,6 +1,7 @@
 """The training loop: the same for every objective and any number of ranks.
 
-A step is a function of the weights, the optimizer's state and the step's index; nothing else has to be restored.
+A step is a function of the weights, the optimizer's state and the step's index, up to rounding. How sums are divided,
+over threads and micro-batches, is restored for that.
 """
 
 import sys
@@ -58,7 +59,7 @@ class Watch(Protocol):
 
 @dataclass
 class Progress:
-    """What a checkpoint stores beside tensors."""
+    """What a checkpoint stores beside tensors. `place` is where `rows_per_pass` was found to fit."""
 
     step: int = 0
     tokens: int = 0
@@ -66,6 +67,8 @@ class Progress:
     bad_steps: int = 0
     bad_in_a_row: int = 0
     threads: int = 0
+    rows_per_pass: int = 0
+    place: str = ""
     data: str = ""
 
 
@@ -138,7 +141,16 @@ class Trainer:
         self.matrix_rate = matrix_rate(self.device, compute_dtype(self.config, self.device))
         self.fit_rows()
 
+    @property
+    def place(self) -> str:
+        return f"{self.ranks.world} x {self.device.type}"
+
     def fit_rows(self) -> None:
+        """Sums depend on the micro-batch, so a run that is resumed in the same place keeps the one it had."""
+        kept = self.progress.rows_per_pass if self.progress.place == self.place else 0
+        if kept and not self.config.train.rows_per_pass:
+            self.passes.rows_per_pass = kept
+            return
         self.passes.fit(lambda: self.loader.batch(self.rows_of(self.progress.step)))
 
     def open_metrics(self) -> None:
@@ -174,6 +186,7 @@ class Trainer:
             return
         # while steps fail the weights may be broken: older checkpoints stay until one succeeds
         keep = sys.maxsize if self.progress.bad_in_a_row else self.config.train.keep_checkpoints
+        self.progress.rows_per_pass, self.progress.place = self.passes.rows_per_pass, self.place
         state = asdict(self.progress)
         if self.divided:
             saving.save_divided(self.run, step, self.objective, self.optimizer, state, keep, self.sync_metrics)
