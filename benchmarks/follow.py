@@ -4,12 +4,12 @@
     python benchmarks/follow.py --one swa-ssss plain --rows 4 --stop 17 --precision bfloat16 --device cpu
 
 `fast` is what training takes on this device; `plain` is the same model without compilation, with attention and loss as
-plain PyTorch; `other` is `plain` with a smaller micro-batch, which only adds up in another order; `exact` is `plain` in
-float32. How far `plain` comes from `exact` and from `other` is the spread of bfloat16. Kernels round elsewhere: they
-are to come no farther. `fp8` is `fast` with products in 8 bits, for two recipes. Losses are means over 20 steps; the
-text is the documentation of Python's own modules, byte by byte, so it depends on Python's version. The last line of
-stdout is JSON; with `--one` that is the losses of one recipe and way, up to `--stop` where it is given. FILE has every
-run that is done as soon as it is, and what is in it is not run again.
+plain PyTorch; `other` is `plain` with a smaller micro-batch, which only adds up in another order; `exact` is `plain`
+in float32. How far `plain` comes from `exact` and from `other` is the spread of bfloat16. Kernels round elsewhere:
+they follow where they come no farther from `exact` than both together. `fp8` is `fast` with products in 8 bits, for
+two recipes. Losses are means over 20 steps; the text is the documentation of Python's own modules, byte by byte, so it
+depends on Python's version. The last line of stdout is JSON; with `--one` that is the losses of one recipe and way, up
+to `--stop` where it is given. FILE has every run that is done as soon as it is, and what is in it is not run again.
 """
 
 import argparse
@@ -132,7 +132,14 @@ def compare(curves: dict[str, list[float]]) -> dict[str, Any]:
     row: dict[str, Any] = {"last": {way: float(curve[-1]) for way, curve in smoothed.items()}}
     row |= {"spread": gap("plain", "other"), "fast_from_plain": gap("fast", "plain")}
     row |= {"fast_from_exact": gap("fast", "exact"), "plain_from_exact": gap("plain", "exact")}
+    # a curve that is not finite does not follow
+    row["follows"] = row["fast_from_exact"] <= row["plain_from_exact"] + row["spread"]
     return row | ({"fp8_from_fast": gap("fp8", "fast")} if "fp8" in curves else {})
+
+
+def verdict(recipe: str, row: dict[str, Any]) -> str:
+    gaps = f"{row['fast_from_exact']:.4f} from float32, allowed {row['plain_from_exact']:.4f} + {row['spread']:.4f}"
+    return f"{recipe:20} kernels {'follow' if row['follows'] else 'do not follow'}: {gaps}"
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -196,7 +203,12 @@ def main() -> None:
         pairs = ("fast_from_exact", "plain_from_exact", "fast_from_plain", "spread", "fp8_from_fast")
         gaps = ", ".join(f"{pair.replace('_', ' ')} {row[pair]:.4f}" for pair in pairs if pair in row)
         print(f"{recipe:20} last losses: {ends}; widest gaps: {gaps}")
-    result = facts | {"recipes": results}
+    for recipe, row in results.items():
+        print(verdict(recipe, row))
+    apart = [recipe for recipe, row in results.items() if not row["follows"]]
+    but = f"; not in {', '.join(apart)}" if apart else ""
+    print(f"kernels follow in {len(results) - len(apart)} of {len(results)} recipes{but}")
+    result = facts | {"follows": not apart, "recipes": results}
     if asked.out:
         files.write_text(asked.out, json.dumps(result))
     if asked.plot:

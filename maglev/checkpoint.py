@@ -335,10 +335,7 @@ def newest(run: Path, report: Callable[[str], None]) -> Checkpoint | None:
     for step, folder in reversed(found):
         damage = find_damage(folder)
         if damage is None:
-            state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-            divided = read_divided(folder)
-            stems = frozenset(divided) or frozenset(path.stem for path in folder.glob("*" + SUFFIX))
-            return Checkpoint(folder, step, state, stems, divided)
+            return open_whole(folder, step)
         report(f"checkpoint {folder} is damaged: {damage}; trying the one before")
     if found:
         raise WorkError(
@@ -346,6 +343,24 @@ def newest(run: Path, report: Callable[[str], None]) -> Checkpoint | None:
             "restore one from a copy, or start again with another output folder"
         )
     return None
+
+
+def found_whole(run: Path, step: int) -> Checkpoint:
+    """What `newest` found on another rank: its files are not checked again."""
+    if (weights := exported(Path(run))) is not None:
+        return weights
+    folder = checkpoint_folder(run, step)
+    if not folder.is_dir():
+        raise WorkError(f"{folder} is whole for another rank and absent for this one; put the run where all see it")
+    return open_whole(folder, step)
+
+
+def open_whole(folder: Path, step: int) -> Checkpoint:
+    with reading(folder):
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        divided = read_divided(folder)
+    stems = frozenset(divided) or frozenset(path.stem for path in folder.glob("*" + SUFFIX))
+    return Checkpoint(folder, step, state, stems, divided)
 
 
 def exported(folder: Path) -> Checkpoint | None:

@@ -82,6 +82,14 @@ def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path, no_report) is None
 
 
+def test_what_another_rank_found_is_opened_without_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 3)
+    monkeypatch.setattr(checkpoint, "find_damage", pytest.fail)
+    assert_whole(checkpoint.found_whole(tmp_path, 3), 3)
+    with pytest.raises(WorkError, match="step-00000004 is whole for another rank and absent for this one"):
+        checkpoint.found_whole(tmp_path, 4)
+
+
 def test_newest_goes_by_number(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000, 5):
         save(tmp_path, step)

@@ -62,7 +62,7 @@ def recall(content: Content) -> str:
 
 def train(content: Content) -> str:
     rows = []
-    for row in content["rows"]:
+    for row in (row for row in content["rows"] if "error" not in row):
         numbers = [whole(row["tokens_per_s"]), share(row["mfu"]), f"{row['peak_bytes'] / 1e9:.1f}"]
         rows.append([f"`{row['recipe']}`", str(row["depth"]), *numbers])
     return table(["recipe", "depth", "tokens/s", "share of the matrix rate", "peak memory, GB"], rows)

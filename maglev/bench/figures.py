@@ -55,6 +55,8 @@ def plot_scaling(result: dict[str, Any], path: Path) -> None:
         for axes, (axis, key) in zip(figure.subplots(1, 3), sizes.items()):
             for recipe, colour in recipes_of(result).items():
                 own = [row for row in result["rows"] if (row["recipe"], row["axis"]) == (recipe, axis)]
+                if not own:
+                    continue
                 middle = own[min(1, len(own) - 1)]
                 places = [row[key] for row in own]
                 times = [row["seconds_per_step"] / middle["seconds_per_step"] for row in own]

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from maglev.bench.train_worker import Order, as_json
+from maglev.bench.train_worker import Order, as_json, sizes_of
 from maglev.errors import RequestError, WorkError
 from maglev.recipes import PAPER_DEPTH, RECIPES, run_config
 
@@ -41,9 +42,12 @@ VARIANTS = {
 }
 SCALED = (BASELINE, "maglev-shared-0.1")
 MOST = 1 << 30
+# seconds for each point that a worker measures: one that hangs is not to take the others with it
+PATIENCE = 3600
 
 Row = dict[str, Any]
 Watch = Callable[[str], None]
+Keep = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -122,33 +126,63 @@ def train_plan(quick: bool = False, scaling: bool = False, **given: Any) -> Trai
 
 
 def run_worker(order: Order) -> Row:
-    """A fresh process; what it says goes to stderr, and its last line is the result."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-m", "maglev.bench.train_worker"],
-        input=as_json(order),
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    """A fresh process, with nothing compiled before; what it says goes to stderr, its last line is the result."""
+    patience = PATIENCE * len(order.settings)
+    with TemporaryDirectory(prefix="maglev-bench-", ignore_cleanup_errors=True) as caches:
+        own = {
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+            "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+            "TRITON_CACHE_DIR": f"{caches}/triton",
+        }
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "maglev.bench.train_worker"],
+                input=as_json(order),
+                env=os.environ | own,
+                capture_output=True,
+                text=True,
+                timeout=patience,
+            )
+        except subprocess.TimeoutExpired:
+            raise WorkError(f"stopped after {patience} s") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"status {done.returncode}"]
-        raise WorkError(f"{order.recipe}, depth {order.depth}, could not be measured: {lines[-1].strip()}")
+        raise WorkError(lines[-1].strip())
     found: Row = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
-def measure_train(plan: TrainPlan, device: str, watch: Watch) -> dict[str, Any]:
-    rows, facts = [], []
+def ask_worker(order: Order, facts: list[Row]) -> list[Row]:
+    """A row for each of its settings, with an `error` instead of figures where it failed; what it found out about the
+    machine goes to `facts`."""
+    try:
+        found = run_worker(order)
+    except WorkError as error:
+        asked = [run_config(order.recipe, order.depth, each) for each in order.settings]
+        return [sizes_of(config) | {"error": str(error)} for config in asked]
+    rows: list[Row] = found.pop("rows")
+    facts.append(found)
+    return rows
+
+
+def measured(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if "error" not in row]
+
+
+def measure_train(plan: TrainPlan, device: str, watch: Watch, keep: Keep = lambda result: None) -> dict[str, Any]:
+    """`keep` takes what there is after every model."""
+    rows: list[Row] = []
+    facts: list[Row] = []
+    result: dict[str, Any] = {}
     for depth in plan.depths:
         for recipe in plan.recipes:
             watch(f"{recipe}, depth {depth}")
             settings = [plan.settings(recipe)]
             order = Order(recipe.split("+")[0], depth, settings, plan.steps, device, plan.quick, time.time())
-            found = run_worker(order)
-            rows += [row | {"recipe": recipe} for row in found.pop("rows")]
-            facts.append(found)
-    return assemble("train", plan, rows, facts) | {"summary": summary(rows)}
+            rows += [row | {"recipe": recipe} for row in ask_worker(order, facts)]
+            result = assemble("train", plan, rows, facts) | {"summary": summary(measured(rows))}
+            keep(result)
+    return result
 
 
 def scaling_axes(plan: TrainPlan) -> dict[str, list[dict[str, Any]]]:
@@ -177,7 +211,7 @@ def scaling_axes(plan: TrainPlan) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def measure_scaling(plan: TrainPlan, device: str, watch: Watch) -> dict[str, Any]:
+def measure_scaling(plan: TrainPlan, device: str, watch: Watch, keep: Keep = lambda result: None) -> dict[str, Any]:
     """Cost along each axis; the points of a model share a process and leave nothing to one another."""
     if not plan.rows:
         raise RequestError("--rows is 0; the scaling curves need one number of rows")
@@ -188,26 +222,27 @@ def measure_scaling(plan: TrainPlan, device: str, watch: Watch) -> dict[str, Any
     settings: list[dict[str, Any]] = []
     for each in itertools.chain(*axes.values()):
         settings += [] if each in settings else [each]
-    rows, facts = [], []
+    rows: list[Row] = []
+    facts: list[Row] = []
+    result: dict[str, Any] = {}
     for recipe in plan.recipes:
         watch(f"{recipe}, along {', '.join(axes)}")
-        found = run_worker(
-            Order(recipe, PAPER_DEPTH, settings, plan.steps, device, plan.quick, time.time(), split=False)
-        )
-        measured = found.pop("rows")
+        order = Order(recipe, PAPER_DEPTH, settings, plan.steps, device, plan.quick, time.time(), split=False)
+        points = ask_worker(order, facts)
         for axis, own in axes.items():
-            rows += [measured[settings.index(each)] | {"axis": axis} for each in own]
-        facts.append(found)
-    return assemble("train scaling", plan, rows, facts) | {"summary": growth(rows)}
+            rows += [points[settings.index(each)] | {"axis": axis} for each in own]
+        result = assemble("train scaling", plan, rows, facts) | {"summary": growth(measured(rows))}
+        keep(result)
+    return result
 
 
 def assemble(name: str, plan: TrainPlan, rows: list[Row], facts: list[Row]) -> dict[str, Any]:
-    """The limit is the best that any of the processes saw: a rate measured while the clock was low is no limit."""
-    rate = max(each["matrix_flops"] for each in facts)
-    for row in rows:
+    """The limit is the best that any of the processes saw: a rate measured while the clock was low is no limit. Where
+    all of them failed, nothing is known of the machine."""
+    rate, copy = (max((each[key] for each in facts), default=None) for key in ("matrix_flops", "copy_bytes_per_s"))
+    for row in measured(rows):
         row["mfu"] = row["flops_per_s"] / rate
-    machine = {key: facts[0][key] for key in ("device", "dtype", "torch")}
-    copy = max(each["copy_bytes_per_s"] for each in facts)
+    machine = {key: facts[0][key] if facts else None for key in ("device", "dtype", "torch")}
     return {
         "benchmark": name,
         "quick": plan.quick,
@@ -252,7 +287,10 @@ def growth(rows: list[Row]) -> list[Row]:
     sizes = {"rows": "rows", "layers": "depth", "context": "context"}
     for recipe, axis in dict.fromkeys((row["recipe"], row["axis"]) for row in rows):
         own = [row for row in rows if (row["recipe"], row["axis"]) == (recipe, axis)]
-        low, high = own[min(1, len(own) - 1)], own[-1]
+        # the others failed
+        if len(own) < 3:
+            continue
+        low, high = own[1], own[-1]
         ratio = high[sizes[axis]] / low[sizes[axis]]
         flops = {id(row): row["flops_per_token"] * row["tokens_per_step"] for row in (low, high)}
         found.append(

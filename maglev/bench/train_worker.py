@@ -24,10 +24,11 @@ from maglev.bench.lines import Lines
 from maglev.bench.trace import PREFIX, kinds_of_ops
 from maglev.config import RunConfig
 from maglev.data.loader import Batch
+from maglev.errors import RequestError, WorkError
 from maglev.model.accounting import objective_flops
 from maglev.objectives.maglev import MaglevObjective
 from maglev.recipes import run_config
-from maglev.train.distributed import Ranks
+from maglev.train.distributed import Ranks, first_line
 from maglev.train.loop import Trainer
 from maglev.train.setup import compute_dtype
 from maglev.train.task import Rows, Validation
@@ -39,7 +40,7 @@ PARTS = ("prefiller", "decoder", "loss", "backward", "optimizer")
 @dataclass(frozen=True)
 class Order:
     """What a worker measures: one recipe with each of the settings in turn. `began` is when its process was started;
-    `split` asks where the time of a step goes too."""
+    `split` asks for that start and for where the time of a step goes too."""
 
     recipe: str
     depth: int
@@ -166,6 +167,21 @@ def split_by_op(trainer: Trainer) -> dict[str, float]:
         return kinds_of_ops(json.loads(path.read_text())["traceEvents"])
 
 
+def sizes_of(config: RunConfig) -> dict[str, Any]:
+    """What is asked for, as it stands in a row."""
+    return {
+        "recipe": config.recipe,
+        "depth": config.model.depth,
+        "width": config.model.width,
+        "context": config.model.context,
+        "window": config.model.window,
+        "rows": config.train.rows_per_pass,
+        "tokens_per_step": config.train.tokens_per_step,
+        "recompute": config.train.recompute,
+        "products": config.train.products,
+    }
+
+
 def measure_point(config: RunConfig, order: Order, device: torch.device) -> dict[str, Any]:
     """The first step, then warm ones, then one by part and one by kind of op: all of them the trainer's."""
     trainer = Trainer(config, RandomTask(config.model.vocab_size), Path(), Ranks(0, 1, 0, device), Lines())
@@ -180,27 +196,22 @@ def measure_point(config: RunConfig, order: Order, device: torch.device) -> dict
         trainer.one_step()
         times.append(trainer.progress.seconds - before)
     rate = config.train.tokens_per_step / median(times)
-    row = {
-        "recipe": config.recipe,
-        "depth": config.model.depth,
-        "width": config.model.width,
-        "context": config.model.context,
-        "window": config.model.window,
+    row = sizes_of(config) | {
         "rows": trainer.passes.rows_per_pass,
-        "tokens_per_step": config.train.tokens_per_step,
-        "recompute": config.train.recompute,
-        "products": config.train.products,
+        "steps_timed": len(times),
         "seconds_per_step": median(times),
+        "least_seconds_per_step": min(times),
+        "largest_seconds_per_step": max(times),
         "tokens_per_s": rate,
         "flops_per_token": 3 * objective_flops(config),
         "flops_per_s": 3 * objective_flops(config) * rate,
         "peak_bytes": peak_bytes(device),
-        "start_to_first_step_s": first,
         "attention": trainer.describe()[1],
         "loss_finite": trainer.progress.bad_steps == 0,
     }
     if not order.split:
         return row
+    row["start_to_first_step_s"] = first
     return row | {"ms_by_part": split_by_part(trainer), "ms_by_op": split_by_op(trainer)}
 
 
@@ -220,10 +231,19 @@ def work(order: Order) -> dict[str, Any]:
     rows = []
     for settings in order.settings:
         config = run_config(order.recipe, order.depth, settings)
-        rows.append(measure_point(config, order, device))
+        try:
+            rows.append(measure_point(config, order, device))
+        except Exception as error:
+            # a size that does not fit leaves the others their figures
+            rows.append(sizes_of(config) | {"error": told(error)})
         forget(device)
     dtype = compute_dtype(config, device)
     return {"rows": rows} | machine_facts(device, dtype) | machine_rates(device, dtype, order.quick, REPEATS)
+
+
+def told(error: Exception) -> str:
+    own = isinstance(error, RequestError | WorkError)
+    return first_line(error) if own else f"{type(error).__name__}: {first_line(error)}"
 
 
 def as_json(order: Order) -> str:

@@ -1,5 +1,6 @@
 """`maglev bench train`"""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,8 +17,8 @@ from maglev.cli.bench import (
     whole_numbers,
 )
 from maglev.cli.options import AsJson, Device
-from maglev.cli.output import console, progress
-from maglev.errors import RequestError
+from maglev.cli.output import console, finite, progress
+from maglev.errors import RequestError, WorkError
 
 
 def train(
@@ -55,7 +56,8 @@ def train(
     """What a training step costs: each model in a process of its own, beside the matrix rate and beside SWA."""
     check_files(out, plot)
     from maglev.bench.figures import plot_scaling, plot_train
-    from maglev.bench.train import known_recipes, measure_scaling, measure_train, train_plan
+    from maglev.bench.train import known_recipes, measure_scaling, measure_train, measured, train_plan
+    from maglev.files import write_json
     from maglev.train.distributed import resolve_device
 
     depths = whole_numbers("--depth", depth)
@@ -86,19 +88,56 @@ def train(
             done += 1
             meter.update("training", done, None, name)
 
-        result = measure(plan, place, watch)
-    finish(result, out, plot, draw, as_json, render)
+        def keep(result: Result) -> None:
+            if out is not None:
+                write_json(out, finite(result))
+
+        result = measure(plan, place, watch, keep)
+
+    def draw_measured(result: Result, path: Path) -> None:
+        draw(result | {"rows": measured(result["rows"])}, path)
+
+    failed = failures(result)
+    finish(result, out, None if len(failed) == len(result["rows"]) else plot, draw_measured, as_json, render)
+    if failed:
+        raise WorkError(f"{len(failed)} of {len(result['rows'])} rows could not be measured: {failed[0]}")
+
+
+def failures(result: Result) -> list[str]:
+    """A line for each row without figures."""
+    return [
+        f"{row['recipe']}, depth {row['depth']}, context {row['context']}: {row['error']}"
+        for row in result["rows"]
+        if "error" in row
+    ]
+
+
+def render_failures(result: Result) -> None:
+    for line in dict.fromkeys(failures(result)):
+        console().print(f"Failed: {line}", soft_wrap=True, markup=False)
+
+
+def timed(rows: list[Result]) -> str:
+    """How many steps stand behind a time."""
+    return f"the median time of a step, of {rows[0]['steps_timed']} timed"
 
 
 def render_train(result: Result) -> None:
     from rich.table import Table
 
-    render_machine(result)
+    from maglev.bench.train import measured
+
+    rows = measured(result["rows"])
+    if rows:
+        render_machine(result)
     table = Table("model")
     for title in ("depth", "rows", "tokens/s", "MFU", "by SWA", "allowed", "of it", "peak", "memory", "start s"):
         table.add_column(title, justify="right", no_wrap=True)
     beside = {(each["recipe"], each["depth"]): each for each in result["summary"]}
     for row in result["rows"]:
+        if "error" in row:
+            table.add_row(row["recipe"], str(row["depth"]), str(row["rows"]), "failed")
+            continue
         each = beside.get((row["recipe"], row["depth"]), {})
         table.add_row(
             row["recipe"],
@@ -112,15 +151,18 @@ def render_train(result: Result) -> None:
             f"{row['start_to_first_step_s']:.1f}",
         )
     console().print(table)
+    render_failures(result)
+    if not rows:
+        return
     for title, key in (("part", "ms_by_part"), ("kind of op", "ms_by_op")):
-        render_split(title, [(f"{row['recipe']} d{row['depth']}", row[key]) for row in result["rows"] if row[key]])
-    for line in dict.fromkeys(row["attention"] for row in result["rows"]):
-        models = dict.fromkeys(row["recipe"] for row in result["rows"] if row["attention"] == line)
+        render_split(title, [(f"{row['recipe']} d{row['depth']}", row[key]) for row in rows if row[key]])
+    for line in dict.fromkeys(row["attention"] for row in rows):
+        models = dict.fromkeys(row["recipe"] for row in rows if row["attention"] == line)
         console().print(f"{', '.join(models)}: {line}.", soft_wrap=True)
     console().print(
-        f"FLOPs: {result['flop_convention']}. 'MFU': of the matrix product's rate in this run. 'allowed': SWA's FLOPs "
-        "by the model's; 'of it': the speed beside that. 'memory': peak by SWA's. 'start': from the start of the "
-        "process to the end of its first step, compilation included.",
+        f"FLOPs: {result['flop_convention']}. 'tokens/s': by {timed(rows)}. 'MFU': of the matrix product's rate in "
+        "this run. 'allowed': SWA's FLOPs by the model's; 'of it': the speed beside that. 'memory': peak by SWA's. "
+        "'start': from the start of the process to the end of its first step, with nothing compiled before.",
         soft_wrap=True,
     )
 
@@ -145,12 +187,19 @@ def render_split(title: str, splits: list[tuple[str, dict[str, float]]]) -> None
 def render_scaling(result: Result) -> None:
     from rich.table import Table
 
-    render_machine(result)
+    from maglev.bench.train import measured
+
+    rows = measured(result["rows"])
+    if rows:
+        render_machine(result)
     table = Table("model", "along")
     for title in ("depth", "rows", "context", "ms", "us/token", "MFU", "peak"):
         table.add_column(title, justify="right")
     for row in result["rows"]:
         sizes: list[Any] = [row["depth"], row["rows"], row["context"]]
+        if "error" in row:
+            table.add_row(row["recipe"], row["axis"], *map(str, sizes), "failed")
+            continue
         table.add_row(
             row["recipe"],
             row["axis"],
@@ -161,6 +210,9 @@ def render_scaling(result: Result) -> None:
             memory_shown(row["peak_bytes"]),
         )
     console().print(table)
+    render_failures(result)
+    if rows:
+        console().print(f"'ms': {timed(rows)}.")
     for each in result["summary"]:
         larger = f"{each['larger']:g} x"
         console().print(

@@ -1,6 +1,7 @@
 """The training loop: the same for every objective and any number of ranks.
 
-A step is a function of the weights, the optimizer's state and the step's index; nothing else has to be restored.
+A step is a function of the weights, the optimizer's state and the step's index, up to rounding. How sums are divided,
+over threads and micro-batches, is restored for that.
 """
 
 import sys
@@ -27,6 +28,7 @@ from maglev.runs import BAD_BATCHES
 from maglev.train import distributed, saving, schedule
 from maglev.train.ahead import ReadAhead
 from maglev.train.distributed import Ranks
+from maglev.train.fitting import release, sufficed
 from maglev.train.metrics import MetricsLog, writing
 from maglev.train.optimizer import Optimizer
 from maglev.train.param_groups import ParamGroup, RoleOf, build_param_groups, role_of
@@ -58,7 +60,7 @@ class Watch(Protocol):
 
 @dataclass
 class Progress:
-    """What a checkpoint stores beside tensors."""
+    """What a checkpoint stores beside tensors. `place` is where `rows_per_pass` was found to fit."""
 
     step: int = 0
     tokens: int = 0
@@ -66,6 +68,8 @@ class Progress:
     bad_steps: int = 0
     bad_in_a_row: int = 0
     threads: int = 0
+    rows_per_pass: int = 0
+    place: str = ""
     data: str = ""
 
 
@@ -116,17 +120,18 @@ class Trainer:
 
     def load(self) -> None:
         """Continue from the newest whole checkpoint, or begin, from another run's decoder if that is wished."""
-        distributed.together(self.load_newest)
-        distributed.all_agree(str(self.progress.step), "step to go on from")
-
-    def load_newest(self) -> None:
-        report = self.watch.say if self.ranks.is_main else lambda line: None
-        found = checkpoint.newest(self.run, report)
+        found = saving.newest(self.run, self.report)
         if found is not None:
-            self.restore(found)
+            distributed.together(lambda: self.restore(found))
         elif self.config.train.init_from:
-            kept = start_from(self.objective, Path(self.config.train.init_from), self.task, report)
-            self.watch.say(f"decoder taken from {self.config.train.init_from}; {len(kept)} tensors start anew")
+            source = Path(self.config.train.init_from)
+            given = saving.newest(source, self.report)
+            kept = distributed.together(lambda: start_from(self.objective, source, given, self.task, self.report))
+            self.watch.say(f"decoder taken from {source}; {len(kept)} tensors start anew")
+
+    def report(self, line: str) -> None:
+        if self.ranks.is_main:
+            self.watch.say(line)
 
     def start(self) -> None:
         self.progress.threads = self.choose_threads()
@@ -139,7 +144,16 @@ class Trainer:
         self.matrix_rate = distributed.together(lambda: matrix_rate(self.device, dtype))
         self.fit_rows()
 
+    @property
+    def place(self) -> str:
+        return f"{self.ranks.world} x {self.device.type}"
+
     def fit_rows(self) -> None:
+        """Sums depend on the micro-batch, so a run that is resumed in the same place keeps the one it had."""
+        kept = self.progress.rows_per_pass if self.progress.place == self.place else 0
+        if kept and not self.config.train.rows_per_pass:
+            self.passes.rows_per_pass = kept
+            return
         self.passes.fit(lambda: self.loader.batch(self.rows_of(self.progress.step)))
 
     def open_metrics(self) -> None:
@@ -175,6 +189,7 @@ class Trainer:
             return
         # while steps fail the weights may be broken: older checkpoints stay until one succeeds
         keep = sys.maxsize if self.progress.bad_in_a_row else self.config.train.keep_checkpoints
+        self.progress.rows_per_pass, self.progress.place = self.passes.rows_per_pass, self.place
         state = asdict(self.progress)
         if self.divided:
             saving.save_divided(self.run, step, self.objective, self.optimizer, state, keep, self.sync_metrics)
@@ -290,11 +305,28 @@ class Trainer:
         return step % train.validate_every == 0 or step == self.steps
 
     def validate(self) -> None:
-        """All ranks together; rank 0 measures, with the weights of all."""
-        objective = self.objective
-        whole = saving.whole_copy(self.config, objective, self.device) if self.divided else objective
-        distributed.together(lambda: self.measure(whole))
+        """All ranks together; rank 0 measures, with the weights of all. Where memory does not suffice, nobody does."""
+        enough, whole = self.gather() if self.divided else (True, self.objective)
+        if not (enough and distributed.together(lambda: sufficed(lambda: self.measure(whole)))):
+            release(self.device)
+            self.report(
+                f"step {self.progress.step}: out of memory in the validation, which is left out; set "
+                "train.validation_rows to fewer, or train.validate_every to 0 for none"
+            )
         self.validated_step = self.progress.step
+
+    def gather(self) -> tuple[bool, Objective | None]:
+        """Whether there is room on every rank, and for rank 0 the objective with whole parameters."""
+        copies: list[Objective | None] = []
+
+        def build() -> None:
+            copies.append(saving.whole_copy(self.config, self.objective, self.device))
+
+        enough = distributed.together(lambda: sufficed(build))
+        if distributed.largest_over_ranks(int(not enough)):
+            return False, None
+        saving.gather_into(copies[0], self.objective)
+        return True, copies[0]
 
     def measure(self, objective: Objective | None) -> None:
         """By memory source, on part of what was held back."""
@@ -302,9 +334,11 @@ class Trainer:
         if self.metrics is None or validation is None or objective is None:
             return
         objective.eval()
-        values = validation.measure(objective, self.passes.rows_per_pass, self.config.data)
-        loop = self.measure_loop(objective, validation)
-        objective.train()
+        try:
+            values = validation.measure(objective, self.passes.rows_per_pass, self.config.data)
+            loop = self.measure_loop(objective, validation)
+        finally:
+            objective.train()
         named = {f"{validation.metric}_{source}": value for source, value in values.items()}
         if "lifted" in values:
             named[f"{validation.metric}_recurrent_minus_lifted"] = values["recurrent"] - values["lifted"]

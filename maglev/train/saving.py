@@ -18,6 +18,7 @@ from maglev.objectives.maglev import MaglevObjective
 from maglev.train import distributed
 from maglev.train.optimizer import Optimizer
 from maglev.train.sharding import local, own_rows, whole
+from maglev.values import canonical_json
 
 
 def modules_of(objective: Objective) -> dict[str, nn.Module]:
@@ -81,6 +82,21 @@ def parts_of(objective: Objective, optimizer: Optimizer) -> dict[str, dict[str, 
     return parts
 
 
+def newest(run: Path, report: Callable[[str], None]) -> checkpoint.Checkpoint | None:
+    """The newest whole checkpoint, on every rank; all ranks call it together.
+
+    Rank 0 alone looks whether its files are whole: the others read no more than they need.
+    """
+    rank, _ = distributed.rank_and_world()
+    own = distributed.together(lambda: None if rank else checkpoint.newest(run, report))
+    step = distributed.largest_over_ranks(-1 if own is None else own.step)
+    if step < 0:
+        return None
+    found = distributed.together(lambda: own or checkpoint.found_whole(run, step))
+    distributed.all_agree(canonical_json(found.state), "checkpoint")
+    return found
+
+
 def restore(found: checkpoint.Checkpoint, objective: Objective, optimizer: Optimizer) -> None:
     """Each rank reads the rows that it holds and no others."""
     for stem, module in modules_of(objective).items():
@@ -110,15 +126,21 @@ def fill(parameter: Tensor, given: Readable) -> None:
 
 @torch.no_grad()
 def whole_copy(config: RunConfig, objective: Objective, device: torch.device) -> Objective | None:
-    """For rank 0 an objective whose parameters are whole, for the others None; all ranks call it together.
+    """For rank 0 an objective that `gather_into` fills with whole parameters, for the others None.
 
-    Stepping through a divided one would gather its blocks for every token.
+    Stepping through a divided one would gather its blocks for every token. Memory runs out here or not at all: in the
+    middle of gathering the other ranks would wait in vain.
     """
+    copy = build_objective(config).to(device) if distributed.rank_and_world()[0] == 0 else None
+    # one parameter at a time is whole on every rank, and may be padded on its way
+    largest = max(parameter.numel() * parameter.element_size() for parameter in objective.parameters())
+    torch.empty(2 * largest, dtype=torch.uint8, device=device)
+    return copy
 
-    def build() -> Objective | None:
-        return build_objective(config).to(device) if distributed.rank_and_world()[0] == 0 else None
 
-    copy = distributed.together(build)
+@torch.no_grad()
+def gather_into(copy: Objective | None, objective: Objective) -> None:
+    """All ranks call it together; rank 0 has a copy."""
     targets = dict(copy.named_parameters()) if copy is not None else {}
     for name, parameter in objective.named_parameters():
         tensor = whole(parameter)
@@ -126,4 +148,3 @@ def whole_copy(config: RunConfig, objective: Objective, device: torch.device) ->
             targets[name].copy_(tensor)
     if copy is not None:
         copy.decoder.embedding.compute_dtype = objective.decoder.embedding.compute_dtype
-    return copy

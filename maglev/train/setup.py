@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from maglev.checkpoint import newest
+from maglev.checkpoint import Checkpoint
 from maglev.config import ClosedMaglevConfig, LRTConfig, ObjectiveConfig, RunConfig
 from maglev.errors import RequestError
 from maglev.model.accounting import decoder_flops, objective_flops
@@ -205,10 +205,12 @@ def meet_teacher(objective: Objective, task: Task) -> None:
     objective.prefiller.load()
 
 
-def start_from(objective: Objective, run: Path, task: Task, report: Callable[[str], None]) -> list[str]:
+def start_from(
+    objective: Objective, run: Path, found: Checkpoint | None, task: Task, report: Callable[[str], None]
+) -> list[str]:
     """Copy another run's decoder into this one, and into a prefiller where names and shapes agree.
 
-    Returns the names that the other run does not have: they keep their initial values.
+    `found` is the newest checkpoint of that run. Returns the names that it does not have: they keep their first values.
     """
     source = read_config(run).model
     mine = objective.decoder.config
@@ -221,10 +223,9 @@ def start_from(objective: Objective, run: Path, task: Task, report: Callable[[st
     if source.windows != mine.windows:
         report(f"--init-from {run}: its windows are {set(source.windows)}, this run's are {set(mine.windows)}")
     task.check(run)
-    checkpoint = newest(run, report)
-    if checkpoint is None:
+    if found is None:
         raise RequestError(f"--init-from {run}: it has no checkpoint yet; let that run reach one first")
-    tensors = checkpoint.stored("decoder")
+    tensors = found.stored("decoder")
     missing = []
     for name, parameter in objective.named_parameters():
         _, _, own_name = name.partition(".")

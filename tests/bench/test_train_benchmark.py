@@ -1,5 +1,6 @@
 """What `bench train` counts and how it splits a step. What the times are is not a test's business."""
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from maglev.bench.lines import Lines
 from maglev.bench.trace import kinds_of_ops
 from maglev.bench.train import BASELINE, COMPARED, growth, known_recipes, scaling_axes, summary, train_plan
 from maglev.bench.train_worker import PARTS, Order, RandomTask, as_json, split_by_part
+from maglev.config import RunConfig
 from maglev.errors import RequestError, WorkError
 from maglev.model.accounting import objective_flops
 from maglev.recipes import run_config
@@ -48,6 +50,8 @@ def test_a_row_holds_what_was_run_and_its_counted_flops() -> None:
     assert (row["depth"], row["context"], row["window"], row["rows"]) == (1, 32, 8, 2)
     assert row["flops_per_token"] == 3 * objective_flops(config) and row["recompute"] == "full"
     assert row["tokens_per_s"] > 0 and row["loss_finite"] and row["ms_by_op"] == {} and row["peak_bytes"] is None
+    assert row["steps_timed"] == 1
+    assert row["least_seconds_per_step"] == row["seconds_per_step"] == row["largest_seconds_per_step"] > 0
     assert found["matrix_flops"] > 0 and found["dtype"] == "float32" and "plain PyTorch" in row["attention"]
 
 
@@ -147,6 +151,71 @@ def test_an_unknown_recipe_is_told_with_the_nearest() -> None:
 
 def test_a_worker_that_fails_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "as_json", lambda order: as_json(order).replace('"cpu"', '"abacus"'))
-    with pytest.raises(WorkError, match=r"swa-ssss, depth 1, could not be measured: .*abacus") as failed:
+    with pytest.raises(WorkError, match="abacus") as failed:
         train.run_worker(order(BASELINE))
     assert "\n" not in str(failed.value)
+
+
+def test_a_worker_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "PATIENCE", 0.01)
+    with pytest.raises(WorkError, match=r"stopped after 0\.01 s"):
+        train.run_worker(order(BASELINE))
+
+
+def test_every_worker_has_caches_of_its_own_that_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def run(*command: Any, env: dict[str, str], **options: Any) -> Any:
+        folders = [env["TORCHINDUCTOR_CACHE_DIR"], env["TRITON_CACHE_DIR"]]
+        assert all(Path(folder).parent.is_dir() for folder in folders)
+        seen.extend(folders)
+        return subprocess.CompletedProcess(command, 0, "{}", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    train.run_worker(order(BASELINE))
+    train.run_worker(order(BASELINE))
+    assert len(set(seen)) == 4 and not any(Path(folder).parent.exists() for folder in seen)
+
+
+def fail_for(monkeypatch: pytest.MonkeyPatch, *recipes: str) -> None:
+    """As a process that ends badly does; the others are measured here."""
+
+    def run_worker(order: Order) -> dict[str, Any]:
+        if order.recipe in recipes:
+            raise WorkError("no room")
+        return train_worker.work(order)
+
+    monkeypatch.setattr(train, "run_worker", run_worker)
+
+
+def test_a_model_that_fails_leaves_the_others_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_for(monkeypatch, "lrt-ssss")
+    plan = train_plan(True, recipes=("lrt-ssss", BASELINE), depths=(1,), context=32)
+    kept: list[list[dict[str, Any]]] = []
+    result = train.measure_train(plan, "cpu", lambda line: None, lambda found: kept.append(list(found["rows"])))
+    failed, row = result["rows"]
+    assert failed["error"] == "no room" and (failed["recipe"], failed["depth"]) == ("lrt-ssss", 1)
+    assert "tokens_per_s" not in failed and "mfu" not in failed and row["mfu"] > 0
+    assert [each["recipe"] for each in result["summary"]] == [BASELINE]
+    # what there was after each of them
+    assert kept == [[failed], [failed, row]]
+
+
+def test_a_size_that_fails_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process; the largest context does not fit."""
+    fail_for(monkeypatch, "lrt-ssss")
+    figures = {"seconds_per_step": 1.0, "flops_per_token": 1.0, "flops_per_s": 1.0}
+
+    def measure_point(config: RunConfig, *rest: Any) -> dict[str, Any]:
+        if config.model.context == 64:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nand more")
+        return train_worker.sizes_of(config) | figures
+
+    monkeypatch.setattr(train_worker, "measure_point", measure_point)
+    plan = train_plan(True, scaling=True, recipes=("lrt-ssss", BASELINE), depths=(1,), context=16)
+    result = train.measure_scaling(plan, "cpu", lambda line: None)
+    told = {(row["recipe"], row["context"], row["error"]) for row in result["rows"] if "error" in row}
+    assert (BASELINE, 64, "OutOfMemoryError: CUDA out of memory.") in told and len(told) == 5
+    assert {row["recipe"] for row in train.measured(result["rows"])} == {BASELINE}
+    context = {each["axis"]: each for each in result["summary"]}["context"]
+    assert context["recipe"] == BASELINE and context["larger"] == 2

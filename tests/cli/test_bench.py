@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from maglev.__main__ import main
 from maglev.bench import train_worker
+from maglev.errors import WorkError
+from maglev.recipes import run_config
 from tests.small_runs import Train, one_line
 
 
@@ -62,12 +65,47 @@ def test_train_sets_models_beside_swa(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["bench", "train", *arguments, "--out", str(out), "--plot", str(plot)]) == 0
     printed = capsys.readouterr().out
     assert "recomputation not counted" in printed and "optimizer" in printed and "maglev-shared-0.1" in printed
+    assert "of 1 timed" in printed
     assert "swa-ssss, maglev-shared-0.1: attention on cpu: blockwise (plain PyTorch)." in printed
     result = json.loads(out.read_text())
     assert result["benchmark"] == "train" and result["quick"] and plot.read_text().startswith("<?xml")
     swa, maglev = result["summary"]
     assert swa["of_allowed"] == 1 and 0 < maglev["allowed_by_flops"] < 1 and maglev["of_allowed"] > 0
     assert all(row["start_to_first_step_s"] > 0 and row["mfu"] > 0 for row in result["rows"])
+
+
+@pytest.mark.parametrize("scaling", [[], ["--scaling"]], ids=["models", "scaling"])
+def test_train_shows_what_failed_and_ends_with_status_1(
+    scaling: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_worker(order: train_worker.Order) -> dict[str, Any]:
+        if order.recipe == "lrt-ssss":
+            raise WorkError("no room for [this] one")
+        names = ("tokens_per_s", "seconds_per_step", "flops_per_token", "flops_per_s", "start_to_first_step_s")
+        figures = dict.fromkeys(names, 1.0) | {"steps_timed": 3, "peak_bytes": None, "attention": "plain"}
+        figures |= {"ms_by_part": {}, "ms_by_op": {}}
+        configs = [run_config(order.recipe, order.depth, each) for each in order.settings]
+        facts = {"device": "a", "dtype": "b", "torch": "c", "matrix_flops": 1.0, "copy_bytes_per_s": 1.0}
+        return facts | {"rows": [train_worker.sizes_of(config) | figures for config in configs]}
+
+    monkeypatch.setattr("maglev.bench.train.run_worker", run_worker)
+    out, plot = tmp_path / "train.json", tmp_path / "train.svg"
+    arguments = ["--quick", "--device", "cpu", "--depth", "1", "--context", "16", "--out", str(out), *scaling]
+    assert main(["bench", "train", *arguments, "--recipes", "swa-ssss,lrt-ssss", "--plot", str(plot)]) == 1
+    printed, said = capsys.readouterr()
+    assert (
+        "failed" in printed
+        and "of 3 timed" in printed
+        and "lrt-ssss, depth 1, context 16: no room for [this] one" in printed
+    )
+    assert "could not be measured: lrt-ssss, depth 1" in said and plot.exists()
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["recipe"] for row in rows if "error" in row] == ["lrt-ssss"] * (len(rows) // 2)
+    # where nothing could be measured there is nothing to draw
+    plot.unlink()
+    assert main(["bench", "train", *arguments, "--recipes", "lrt-ssss", "--plot", str(plot)]) == 1
+    assert "Failed: lrt-ssss" in capsys.readouterr().out and not plot.exists()
+    assert all(row["error"] for row in json.loads(out.read_text())["rows"])
 
 
 def test_train_draws_how_its_cost_grows(

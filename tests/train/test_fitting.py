@@ -1,5 +1,6 @@
 """The micro-batch that fits: found by measuring, halved where memory runs out, named where the user fixed it."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from maglev import checkpoint
+from maglev.data.loader import Batch
 from maglev.errors import RequestError, WorkError
+from maglev.objectives import Objective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.recipes import run_config
+from maglev.runs import read_metrics
 from maglev.train import fitting, launch, loop, passes, setup
 from maglev.train.fitting import divisors, find_rows, largest_divisor, smaller, sufficed
 from maglev.train.optimizer import Optimizer
-from maglev.train.passes import Passes
+from maglev.train.passes import Passes, StepLosses
+from maglev.train.task import TextValidation
 from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, losses_of
 
 CPU = torch.device("cpu")
@@ -128,9 +134,10 @@ def limit_passes(monkeypatch: pytest.MonkeyPatch, most: int, from_pass: int = 0)
     return seen
 
 
-def train(data: Path, run: Path, settings: dict[str, Any] | None = None) -> list[str]:
+def train(data: Path, run: Path, settings: dict[str, Any] | None = None, resume: bool = False) -> list[str]:
     watch = Unwatched()
-    launch.train("maglev-shared-0.1", data, run, watch, depth=1, settings=SMALL | FAST | (settings or {}))
+    chosen = SMALL | FAST | (settings or {})
+    launch.train("maglev-shared-0.1", data, run, watch, depth=1, settings=chosen, resume=resume)
     return watch.lines
 
 
@@ -145,6 +152,70 @@ def test_a_step_that_runs_out_of_memory_is_made_with_smaller_passes(
     assert [line for line in said if "out of memory with 4 rows per pass; the step begins anew with 2" in line]
     np.testing.assert_allclose(losses_of(tmp_path / "short"), losses_of(tmp_path / "plain"), rtol=0, atol=1e-5)
     assert [step for step, *_ in losses_of(tmp_path / "short")] == [1, 2, 3, 4, 5, 6]
+
+
+def half_of(run: Path, copy: Path, **state: Any) -> Path:
+    """The run as it was at step 4, with another state."""
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.copytree(run / "checkpoints" / "step-00000004", copy / "checkpoints" / "step-00000004")
+    found = checkpoint.newest(copy, pytest.fail)
+    assert found is not None
+    tensors = {stem: found.tensors(stem) for stem in found.stems}
+    shutil.rmtree(found.folder)
+    changed = {name: value for name, value in (found.state | state).items() if value is not None}
+    checkpoint.save(copy, found.step, tensors, changed, keep=1)
+    return copy
+
+
+def test_a_resumed_run_keeps_the_micro_batch_it_had(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Halved twice in the third step, and again free when it is resumed after the fourth."""
+    with pytest.MonkeyPatch.context() as patch:
+        limit_passes(patch, most=1, from_pass=2)
+        train(data, tmp_path / "run")
+    seen = limit_passes(monkeypatch, most=4)
+
+    def passes_of(name: str, settings: dict[str, Any] | None = None, **state: Any) -> list[int]:
+        seen.clear()
+        train(data, half_of(tmp_path / "run", tmp_path / name, **state), settings, resume=True)
+        return seen
+
+    assert passes_of("again") == 8 * [1]
+    assert losses_of(tmp_path / "again") == losses_of(tmp_path / "run")
+    assert_same_tensors(tmp_path / "again", tmp_path / "run")
+    # unless the user says otherwise, or other ranks or devices go on
+    assert passes_of("fixed", {"train.rows_per_pass": 2}) == 4 * [2]
+    assert passes_of("fewer ranks", place="2 x cpu") == passes_of("other device", place="1 x cuda") == 2 * [4]
+    # as they were written before
+    assert passes_of("older", place=None, rows_per_pass=None) == 2 * [4]
+
+
+def test_a_validation_that_runs_out_of_memory_is_left_out(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of step 3, not that of step 6: a line says so, nothing is recorded, and training is as it was."""
+    train(data, tmp_path / "plain")
+    measure, step = TextValidation.measure, Passes.gradients
+    failed: list[Objective] = []
+
+    def measure_later(self: TextValidation, objective: Objective, *rest: Any) -> dict[str, float]:
+        if not failed:
+            failed.append(objective)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return measure(self, objective, *rest)
+
+    def gradients(self: Passes, batch: Batch) -> tuple[StepLosses, int]:
+        assert self.objective.training
+        return step(self, batch)
+
+    monkeypatch.setattr(TextValidation, "measure", measure_later)
+    monkeypatch.setattr(Passes, "gradients", gradients)
+    said = train(data, tmp_path / "short", {"train.validate_every": 3})
+    (line,) = [line for line in said if "out of memory in the validation" in line]
+    assert line.startswith("step 3:") and "train.validate_every" in line and "train.validation_rows" in line
+    assert [row["step"] for row in read_metrics(tmp_path / "short") if row["kind"] == "validation"] == [6]
+    assert_same_tensors(tmp_path / "short", tmp_path / "plain")
 
 
 def test_a_micro_batch_that_the_user_fixed_ends_in_a_line_that_names_what_fits(

@@ -212,11 +212,11 @@ def test_validation_changes_nothing_and_comes_after_the_checkpoint(
     assert_same_tensors(tmp_path / "with", tmp_path / "without")
 
     def crash(*arguments: Any, **named: Any) -> None:
-        raise MemoryError
+        raise ArithmeticError
 
     with monkeypatch.context() as patch:
         patch.setattr("maglev.train.task.bits_per_byte", crash)
-        with pytest.raises(WorkError, match="out of memory on cpu outside of a pass"):
+        with pytest.raises(ArithmeticError):
             train(recipe, data, tmp_path / "crashed", FAST | {"train.validate_every": 4})
     assert [step for step, _ in checkpoint.list_checkpoints(tmp_path / "crashed")] == [2, 4]
     # what was missed is made up for, and what is done is not done again

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import maglev
+from maglev.checkpoint import newest
 from maglev.data.shards import open_data
 from maglev.evaluate.runs import load_objective
 from maglev.model.init import initialise
@@ -85,7 +86,7 @@ def test_an_swa_as_the_start(injection: str, data: Path, tmp_path: Path) -> None
     launch.train("maglev-shared-0.1", data, run, Unwatched(), depth=2, settings=given)
     config, objective, _ = load_objective(run, torch.device("cpu"), pytest.fail)
     initialise(objective, config.train.seed)
-    missing = start_from(objective, swa, Text(open_data(data)), pytest.fail)
+    missing = start_from(objective, swa, newest(swa, pytest.fail), Text(open_data(data)), pytest.fail)
     theirs = load_objective(swa, torch.device("cpu"), pytest.fail)[1].decoder
     own = {name.removeprefix("decoder.") for name in missing if name.startswith("decoder.")}
     assert own == set(objective.decoder.state_dict()) - set(theirs.state_dict())

@@ -12,7 +12,7 @@ from maglev import checkpoint
 from maglev.runs import read_metrics
 from tests.helpers import ALL_RECIPES
 from tests.processes import Process, Processes, Server, free_ports, until
-from tests.small_runs import FAST, assert_same_tensors, losses_of, tensors_of, train_arguments
+from tests.small_runs import FAST, assert_same_tensors, flip_byte, losses_of, tensors_of, train_arguments
 
 RECIPE = "maglev-shared-0.1"
 # one row per pass: two passes per step on two ranks, four in one process
@@ -143,6 +143,33 @@ def test_a_checkpoint_goes_on_on_any_number_of_ranks_in_either_mode(
             assert_same_tensors(run, runs[source])
 
 
+NOT_CHECKED_HERE = """
+from maglev import checkpoint
+def find_damage(folder):
+    raise AssertionError("read all of " + str(folder))
+checkpoint.find_damage = find_damage
+"""
+
+
+def test_one_rank_checks_what_all_of_them_load(data: Path, tmp_path: Path, processes: Processes) -> None:
+    """A damaged checkpoint is loaded by none, whichever file it is; the others read only what they need."""
+    damaged = {"none": "decoder.safetensors", "full": "optimizer.00001.safetensors"}
+    plain = {mode: tmp_path / f"plain-{mode}" for mode in damaged}
+    run_jobs(processes, [job(RECIPE, data, run, mode) for mode, run in plain.items()], 2)
+    for mode, name in damaged.items():
+        shutil.copytree(plain[mode], tmp_path / mode)
+        flip_byte(tmp_path / mode / "checkpoints" / "step-00000006" / name)
+    jobs = [job(RECIPE, data, tmp_path / mode, mode, "--resume") for mode in damaged]
+    ranks = start_jobs(processes, jobs, 2, on_rank(1, NOT_CHECKED_HERE))
+    assert [process.wait(PATIENCE) for process in ranks] == [0, 0], [process.stderr for process in ranks]
+    said = ranks[0].stderr
+    assert all(f"is damaged: {name} does not match" in said for name in damaged.values()) and ranks[1].stderr == ""
+    assert said.count("resumed at step 3 of 6") == 2
+    for mode, run in plain.items():
+        assert losses_of(tmp_path / mode) == losses_of(run)
+        assert_same_tensors(tmp_path / mode, run)
+
+
 def test_a_divided_run_starts_from_a_divided_decoder(data: Path, tmp_path: Path, processes: Processes) -> None:
     swa, more = tmp_path / "swa", {"init_from": tmp_path / "swa", "steps": 3}
     jobs = [job("swa-ssss", data, swa, "full"), job(RECIPE, data, tmp_path / "run", "full", **more)]
@@ -235,6 +262,37 @@ def test_a_micro_batch_that_ranks_cannot_take_back_is_tried_first(
     assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
     assert "passes of 2 rows do not fit into the memory of cpu; 1 fit: set it to that" in ranks[0].error
     assert ranks[1].stderr == "" and losses_of(tmp_path / "run") == []
+
+
+NO_COPY = """
+import torch
+from maglev.train import saving
+plain, calls = saving.{place}, []
+def out_of_memory(*arguments):
+    calls.append(1)
+    if len(calls) == {number}:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return plain(*arguments)
+saving.{place} = out_of_memory
+"""
+
+
+def test_a_validation_without_room_for_a_whole_copy_is_left_out(
+    data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    """The first one on rank 0, which a resume begins with, the second one on rank 1: both go on training."""
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    run_jobs(processes, [job(RECIPE, data, plain, "full")], 2)
+    half_of(plain, run)
+    again = job(RECIPE, data, run, "full", "--resume", validate_every=3)
+    first, second = (NO_COPY.format(place=place, number=n) for n, place in ((1, "build_objective"), (2, "whole_copy")))
+    ranks = start_jobs(processes, [again], 2, on_rank(0, first) + on_rank(1, second))
+    assert [process.wait(PATIENCE) for process in ranks] == [0, 0], [process.stderr for process in ranks]
+    said = [line for line in ranks[0].stderr.splitlines() if "out of memory in the validation" in line]
+    assert [line.split(":")[0] for line in said] == ["step 3", "step 6"] and ranks[1].stderr == ""
+    assert all("train.validate_every" in line and "train.validation_rows" in line for line in said)
+    assert losses_of(run) == losses_of(plain) and {row["kind"] for row in read_metrics(run)} == {"train"}
+    assert_same_tensors(run, plain)
 
 
 FULL = """

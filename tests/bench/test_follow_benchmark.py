@@ -1,0 +1,50 @@
+"""`benchmarks/follow.py` says whether kernels follow. The curves are made up."""
+
+import json
+import math
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maglev.recipes import RECIPES
+from tests.scripts import load_script
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return load_script("benchmarks/follow.py")
+
+
+def curves(fast: float) -> dict[str, list[float]]:
+    """Constant ones: plain bfloat16 is .02 from float32, another order of adding up moves it by .01."""
+    return {way: [loss] * 40 for way, loss in {"fast": fast, "plain": 2.02, "other": 2.01, "exact": 2.0}.items()}
+
+
+@pytest.mark.parametrize(
+    ("fast", "follows"), [(2.0, True), (2.029, True), (1.971, True), (2.031, False), (1.969, False), (math.nan, False)]
+)
+def test_kernels_follow_where_they_come_no_farther_than_the_spread(script: Any, fast: float, follows: bool) -> None:
+    row = script.compare(curves(fast))
+    assert row["follows"] is follows
+    assert ("do not follow" in script.verdict("a", row)) is not follows
+
+
+def test_every_recipe_and_the_whole_get_a_verdict(
+    script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_one(recipe: str, way: str, asked: Namespace) -> list[float]:
+        return curves(3.0 if recipe == "lrt-ssss" else 2.0)[way]
+
+    out = tmp_path / "follow.json"
+    monkeypatch.setattr(script, "run_one", run_one)
+    monkeypatch.setattr(sys, "argv", ["follow.py", "--device", "cpu", "--out", str(out)])
+    script.main()
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if ": 0.0000 from float32, allowed 0.0200 + 0.0100" in line]) == len(RECIPES) - 1
+    assert lines[-1] == f"kernels follow in {len(RECIPES) - 1} of {len(RECIPES)} recipes; not in lrt-ssss"
+    for told in (json.loads(last), json.loads(out.read_text())):
+        assert told["follows"] is False
+        assert [name for name, row in told["recipes"].items() if not row["follows"]] == ["lrt-ssss"]
