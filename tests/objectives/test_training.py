@@ -1,10 +1,13 @@
 """Every recipe learns: a few steps on one fixed batch bring its loss down."""
 
+from typing import get_args
+
 import pytest
 import torch
 
+from maglev.config import InjectionKind
 from maglev.objectives import build
-from tests.helpers import ALL_RECIPES, batch_of, next_token_losses
+from tests.helpers import ALL_RECIPES, MEMORY_RECIPES, batch_of, next_token_losses, small
 
 
 @pytest.mark.parametrize("recipe", ALL_RECIPES)
@@ -65,3 +68,17 @@ def test_training_makes_the_decoder_reproduce_its_targets(recipe: str) -> None:
         return losses.consistency.item()
 
     assert 0 < trained(1.0) < 0.7 * trained(0.0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "injection"),
+    [(recipe, "shared_kv") for recipe in ALL_RECIPES]
+    + [(recipe, other) for recipe in MEMORY_RECIPES for other in get_args(InjectionKind)[1:]],
+)
+@pytest.mark.parametrize("progress", [0.0, 1.0])
+def test_a_pass_reaches_every_parameter(recipe: str, injection: str, progress: float) -> None:
+    """At the start of training and at its end: ranks wait for the gradient of each."""
+    objective = small(recipe, injection=injection)
+    objective.progress = progress
+    objective(*batch_of(2, 20)).total.backward()
+    assert [name for name, parameter in objective.named_parameters() if parameter.grad is None] == []
