@@ -2,10 +2,11 @@
 
     python benchmarks/attention_gpu.py [--out results/attention-h200.json] [--seconds 150]
 
-d12, d20 and d8, windowed (a quarter of the context) and full, bfloat16. Times stand beside the matrix product's rate of
-the same run, counting the keys that a query sees: 4 x width each forward, 10 x backward. First come tiles for our own
-kernels, one changed at a time, as long as a third of the time lasts; the best go into what follows. At the end stand
-the best kernel of each shape and the orders for `maglev/ops/attention.py`. The last line of stdout is JSON.
+d12, d20 and d8, windowed (a quarter of the context) and full, and passes over some positions, bfloat16. Times stand
+beside the matrix product's rate of the same run, counting the keys that a query sees: 4 x width each forward, 10 x
+backward. First come tiles for our own kernels, one changed at a time, as long as a third of the time lasts; the best go
+into what follows. At the end stand the best kernel of each shape and the orders for `maglev/ops/attention.py`, which
+are those over all positions. The last line of stdout is JSON.
 """
 
 import argparse
@@ -55,25 +56,34 @@ class Shape(NamedTuple):
     context: int
     heads: int
     window: int
+    # of so many positions one is computed
+    step: int = 1
+
+    @property
+    def queries(self) -> range:
+        return range(self.step - 1, self.context, self.step)
 
     @property
     def case(self) -> Case:
-        return Case("cuda", DTYPE, HEAD_DIM, self.context, self.window == self.context, True)
+        return Case("cuda", DTYPE, HEAD_DIM, len(self.queries), self.window == self.context, self.step == 1)
 
     def flops(self, each: int) -> float:
-        seen = sum(min(at + 1, self.window) for at in range(self.context))
+        seen = sum(min(at + 1, self.window) for at in self.queries)
         return each * seen * self.rows * self.heads * HEAD_DIM
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.rows} x {self.context}, {self.heads} heads, window {self.window}"
+        some = f", one of {self.step}" if self.step > 1 else ""
+        return f"{self.model}, {self.rows} x {self.context}{some}, {self.heads} heads, window {self.window}"
 
 
 MODELS = [("d12", 16, 2048, 6), ("d12", 32, 2048, 6), ("d20", 8, 2048, 10), ("d8", 64, 1024, 4)]
 SHAPES = [Shape(*model, model[2] // share) for share in (4, 1) for model in MODELS]
+# passes of LRT, and of rollouts, over some positions
+SHAPES += [Shape("d12", 16, 2048, 6, 512, 2), Shape("d8", 64, 1024, 4, 256, 4), Shape("d8", 64, 1024, 4, 256, 32)]
 
 
 def by_plan(kernel: str, shape: Shape, device: torch.device) -> Callable[..., Tensor]:
-    plan = plan_for(kernel, shape.window, shape.context, device)
+    plan = plan_for(kernel, shape.window, shape.context, device, shape.queries)
     return lambda *given: windowed_attention(*given, plan)
 
 
@@ -88,8 +98,9 @@ def by_backend(backend: SDPBackend, shape: Shape, device: torch.device) -> Calla
 
 
 def ways_of(shape: Shape, device: torch.device) -> dict[str, Callable[..., Tensor]]:
-    """Plain PyTorch is left out: it is not to be near."""
-    names = [name for name, kernel in KERNELS.items() if name not in (BLOCKWISE, SDPA) and kernel.serves(shape.case)]
+    """Plain PyTorch is left out where there are others: it is not to be near."""
+    left_out = (SDPA,) if shape.step > 1 else (BLOCKWISE, SDPA)
+    names = [name for name, kernel in KERNELS.items() if name not in left_out and kernel.serves(shape.case)]
     ways = {name: by_plan(name, shape, device) for name in names}
     if KERNELS[SDPA].serves(shape.case):
         backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
@@ -122,8 +133,9 @@ def measure(name: str, attend: Callable[..., Tensor], shape: Shape, given: list[
 
 def inputs_of(shape: Shape, device: torch.device) -> list[Tensor]:
     torch.manual_seed(0)
-    size = (shape.rows, shape.context, shape.heads, HEAD_DIM)
-    return [torch.randn(size, device=device, dtype=DTYPE).requires_grad_() for _ in range(3)]
+    lengths = (len(shape.queries), shape.context, shape.context)
+    sizes = [(shape.rows, length, shape.heads, HEAD_DIM) for length in lengths]
+    return [torch.randn(size, device=device, dtype=DTYPE).requires_grad_() for size in sizes]
 
 
 def search(shape: Shape, device: torch.device, rate: float, until: float) -> list[Row]:
@@ -154,7 +166,7 @@ def orders(rows: list[Row]) -> dict[str, list[str]]:
     for kind, windowed in (("windowed", True), ("full", False)):
         shapes: dict[Any, dict[str, float]] = {}
         for row in rows:
-            if (row["window"] < row["context"]) == windowed:
+            if (row["window"] < row["context"]) == windowed and row["step"] == 1:
                 key, name = (row["model"], row["rows"]), row["way"].split(",")[0]
                 own = shapes.setdefault(key, {})
                 own[name] = min(own.get(name, math.inf), row["both_us"])

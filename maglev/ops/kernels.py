@@ -25,8 +25,8 @@ BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 class Case(NamedTuple):
-    """What a layer asks of a kernel. `is_full`: a query sees all keys before it; `is_whole`: there is a query at every
-    position, and a row is one document."""
+    """What a layer asks of a kernel. `is_full`: a query sees all keys before it; `documents`: several in a row, kept
+    apart by a mask; `is_whole`: there is a query at every position, and a row is one document."""
 
     device_type: str
     dtype: torch.dtype
@@ -34,6 +34,7 @@ class Case(NamedTuple):
     queries: int
     is_full: bool
     is_whole: bool
+    documents: bool = False
 
 
 class Kernel(NamedTuple):
@@ -61,7 +62,7 @@ def attention_kernels() -> ModuleType | None:
 
 
 def fused_serves(case: Case) -> bool:
-    if case.device_type != "cuda" or not case.is_whole:
+    if case.device_type != "cuda" or case.documents:
         return False
     fused = attention_kernels()
     return fused is not None and fused.serves(case.dtype, case.head_dim)
@@ -70,7 +71,7 @@ def fused_serves(case: Case) -> bool:
 def fused_attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
     fused = attention_kernels()
     assert fused is not None
-    out: Tensor = fused.attention(query, key, value, plan.window)
+    out: Tensor = fused.attention(query, key, value, plan.window, plan.queries)
     return out
 
 
@@ -133,5 +134,5 @@ def plan_for(
         return AttentionPlan(kernel, window, keys, queries, mask=flex.block_mask(window, keys, queries, starts, device))
     if kernel == BLOCKWISE:
         return AttentionPlan(kernel, window, keys, queries, *blocks_of(window, keys, queries, starts, device))
-    assert queries == range(keys) and starts is None
+    assert starts is None and (kernel == FUSED or queries == range(keys))
     return AttentionPlan(kernel, window, keys, queries)

@@ -73,7 +73,8 @@ def attention_cases(config: RunConfig, objective: Objective, device: torch.devic
     def add(stack: str, windows: Sequence[int], head_dim: int, queries: int, whole: bool) -> None:
         for window in sorted(set(windows)):
             is_full = window >= model.context
-            case = Case(device.type, dtype, head_dim, queries, is_full, whole and not config.data.document_mask)
+            documents = config.data.document_mask
+            case = Case(device.type, dtype, head_dim, queries, is_full, whole and not documents, documents)
             if case not in found.values():
                 found[stack + ("whole context" if is_full else f"window {window}")] = case
 

@@ -26,6 +26,12 @@ class Case(NamedTuple):
     group: int = 1
     head_dim: int = 16
     window: int = 40
+    first: int = 0
+    step: int = 1
+
+    @property
+    def queries(self) -> range:
+        return range(self.first, self.length, self.step)
 
 
 CASES = {
@@ -40,6 +46,10 @@ CASES = {
     "just whole": Case(window=96),
     "one position": Case(length=1),
     "a block and one": Case(length=33, window=32),
+    "every other": Case(first=1, step=2),
+    "every fifth": Case(batch=2, length=90, first=3, step=5, kv_heads=2, group=2),
+    "few, far apart": Case(length=80, window=12, first=20, step=32),
+    "the last": Case(length=70, window=100, first=69, step=64),
 }
 # small ones, so that a band has all its parts
 TILES = [
@@ -58,14 +68,15 @@ def inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:
     """What bfloat16 holds, in whatever precision."""
     generator = torch.Generator().manual_seed(case.length)
     heads = (case.kv_heads * case.group, case.kv_heads, case.kv_heads)
-    shapes = [(case.batch, case.length, count, case.head_dim) for count in heads]
+    lengths = (len(case.queries), case.length, case.length)
+    shapes = [(case.batch, length, count, case.head_dim) for length, count in zip(lengths, heads, strict=True)]
     drawn = [torch.randn(*shape, generator=generator).bfloat16().to(DEVICE, dtype) for shape in shapes]
     return [tensor.requires_grad_() for tensor in drawn]
 
 
 def results(op: object, case: Case, dtype: torch.dtype) -> list[Tensor]:
     given = inputs(case, dtype)
-    out = op(*given, case.window)  # type: ignore[operator]
+    out = op(*given, case.window, case.queries)  # type: ignore[operator]
     pull = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     return [out.detach(), *torch.autograd.grad(out, given, pull)]
 
@@ -86,7 +97,7 @@ def test_result_and_every_gradient(name: str) -> None:
         torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["window", "grouped", "odd length"])
+@pytest.mark.parametrize("name", ["window", "grouped", "odd length", "every fifth"])
 def test_at_most_twice_the_error_of_plain_bfloat16(name: str) -> None:
     exact = results(reference.windowed_attention, CASES[name], torch.float32)
     plain, fast = (
@@ -156,4 +167,5 @@ def test_compiled_blocks_run_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pytorch_finds_nothing_wrong_with_the_op() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(fused_attention.attend_op, (*inputs(CASES["grouped"], torch.float32), 40), test_utils=tests)
+    given = (*inputs(CASES["every fifth"], torch.float32), 40, 3, 5)
+    torch.library.opcheck(fused_attention.attend_op, given, test_utils=tests)

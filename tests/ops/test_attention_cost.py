@@ -44,14 +44,16 @@ def test_kernels_are_ordered_by_their_time_beside_the_best() -> None:
     script: Any = load_script("benchmarks/attention_gpu.py")
     # a query at position p of 4 sees p + 1 keys, or with a window of 2 at most 2
     assert script.Shape("d1", 1, 4, 1, 4).flops(1) == 10 * 128 and script.Shape("d1", 1, 4, 1, 2).flops(1) == 7 * 128
+    assert script.Shape("d1", 1, 4, 1, 4, 2).flops(1) == 6 * 128
     times = {"d8": {"flex": 20, "fused": 10, "varlen": 30}, "d12": {"flex": 100, "fused": 150, "varlen": 99}}
     rows = [
-        {"model": model, "rows": 1, "context": 8, "window": 2, "way": way, "both_us": us}
+        {"model": model, "rows": 1, "context": 8, "window": 2, "step": 1, "way": way, "both_us": us}
         for model, own in times.items()
         for way, us in own.items()
     ]
     rows += [row | {"window": 8, "way": "sdpa, cudnn", "both_us": 1} for row in rows]
+    rows.append(rows[0] | {"step": 2, "way": "blockwise", "both_us": 0.1})
     assert script.orders(rows) == {"windowed": ["fused", "flex", "varlen"], "full": ["sdpa"]}
-    assert len(script.SHAPES) == 8 and all(
+    assert len(script.SHAPES) == 11 and all(
         shape.window in (shape.context, shape.context // 4) for shape in script.SHAPES
     )

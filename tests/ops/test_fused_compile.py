@@ -217,21 +217,24 @@ ATTENTION = {
 }
 
 
+@pytest.mark.parametrize("step", [1, 32])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_stays_in_registers(name: str, tmp_path: Path) -> None:
+def test_attention_stays_in_registers(name: str, step: int, tmp_path: Path) -> None:
     """Blocks come by the engine for tensors, products are the tensor cores' own, and no more than a word or two is
     spilled: assemblers differ by that."""
     kernel, tile = ATTENTION[name], fused_attention.TILES[name]
     constants = {"HEADS": HEADS, "GROUP": 1, "WIDTH": HEAD_DIM, "BLOCK": HEAD_DIM, "EXACT": "tf32"}
-    constants |= {"QUERIES": tile.queries, "KEYS": tile.keys}
-    types = {"length": "i32", "window": "i32", "scale": "fp32"}
+    constants |= {"QUERIES": tile.queries, "KEYS": tile.keys, "STEP": step}
+    types = {"count": "i32", "start": "i32", "length": "i32", "window": "i32", "scale": "fp32"}
     for each in kernel.arg_names:
         if each.endswith("_ptr"):
             types[each] = "*fp32" if each in ("log_ptr", "delta_ptr") else "*bf16"
         elif each.endswith("_from"):
             rows = tile.keys if each in ("key_from", "value_from") else tile.queries
             types[each] = f"tensordesc<bf16[1, 1, {rows}, {HEAD_DIM}]>"
-    compiled = built(kernel, types, constants, ["length", "window"], num_warps=tile.warps, num_stages=tile.stages)
+    compiled = built(
+        kernel, types, constants, ["count", "length", "window"], num_warps=tile.warps, num_stages=tile.stages
+    )
     ptx = str(compiled.asm["ptx"])
     assert "cp.async.bulk.tensor" in ptx and "wgmma.mma_async" in ptx and "mma.sync" not in ptx
     # two blocks of 4 warps, or one of 8, have a multiprocessor to themselves

@@ -42,8 +42,9 @@ def test_what_each_kernel_can_do() -> None:
     everything = {BLOCKWISE, FLEX, FUSED, VARLEN}
     assert able(TRAINING) == everything
     assert able(TRAINING._replace(is_full=True)) == everything | {SDPA}
-    # some positions, as LRT's later passes have them, or several documents in a row
-    assert able(TRAINING._replace(is_whole=False, is_full=True)) == {BLOCKWISE, FLEX}
+    # some positions, as LRT's later passes have them, and several documents in a row
+    assert able(TRAINING._replace(is_whole=False, is_full=True)) == {BLOCKWISE, FLEX, FUSED}
+    assert able(TRAINING._replace(is_whole=False, documents=True)) == {BLOCKWISE, FLEX}
     assert able(TRAINING._replace(dtype=torch.float32, is_full=True)) == {BLOCKWISE, FLEX}
     assert able(TRAINING._replace(dtype=torch.float64)) == {BLOCKWISE}
     assert able(TRAINING._replace(device_type="cpu", is_full=True)) == {BLOCKWISE}

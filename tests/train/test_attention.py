@@ -44,6 +44,7 @@ def test_what_layers_ask_for(recipe: str, settings: dict[str, Any], expected: di
     for name, case in cases.items():
         assert case.is_full == ("whole context" in name) and case.head_dim == 32 and case.device_type == "cuda"
         assert case.queries == (128 if "positions" in name else 256)
+        assert case.documents == config.data.document_mask
 
 
 def test_the_line_of_a_run_names_every_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
