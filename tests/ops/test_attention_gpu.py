@@ -59,7 +59,8 @@ CASES = {
 
 def serves(kernel: str, case: Case, dtype: torch.dtype = torch.bfloat16) -> bool:
     whole = case.queries == range(case.length) and not case.documents
-    asked = Asked("cuda", dtype, case.head_dim, len(case.queries), case.window >= case.length, whole)
+    is_full = case.window >= case.length
+    asked = Asked("cuda", dtype, case.head_dim, len(case.queries), is_full, whole, case.documents)
     return KERNELS[kernel].serves(asked)
 
 
