@@ -13,6 +13,7 @@ to `--stop` where it is given. FILE has every run that is done as soon as it is,
 """
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -106,13 +107,19 @@ def run_one(recipe: str, way: str, asked: argparse.Namespace) -> list[float]:
     return losses
 
 
+def fingerprint() -> str:
+    """Of the package's sources: losses of other ones are not to be compared."""
+    sources = sorted((Path(__file__).resolve().parent.parent / "maglev").rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+
+
 def kept(path: Path | None, facts: dict[str, Any]) -> dict[str, Any]:
     """Losses that an earlier call left there, if it asked for the same."""
     if path is None or not path.exists():
         return {}
     found = json.loads(path.read_text())
     if {name: found.get(name) for name in facts} != facts:
-        raise SystemExit(f"{path} has other settings; remove it or name another file")
+        raise SystemExit(f"{path} is of other settings or other code; remove it or name another file")
     return {recipe: {"losses": row["losses"]} for recipe, row in found["recipes"].items()}
 
 
@@ -183,7 +190,8 @@ def main() -> None:
     # those that compile take longest
     orders.sort(key=lambda order: order[1] not in COMPILED)
     facts = {"steps": asked.steps, "rows": asked.rows, "depth": DEPTH, "width": WIDTH, "context": CONTEXT}
-    facts |= machine_facts(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    narrow = asked.precision == "bfloat16" or (asked.precision == "auto" and device.type == "cuda")
+    facts |= machine_facts(device, torch.bfloat16 if narrow else torch.float32) | {"sources": fingerprint()}
     results = kept(asked.out, facts)
     with ThreadPoolExecutor(asked.jobs) as pool:
         waiting = {

@@ -21,7 +21,7 @@ __all__ = ["AttentionPlan", "describe", "plan_attention", "slot_attention", "win
 
 PACKED = "packed"
 # Fastest first, forward and backward together, as `benchmarks/attention_gpu.py` found it on an H200 for every shape of
-# its models (results/attention-h200.json).
+# its models over all positions (results/attention-h200.json).
 ORDER = {
     "windowed": (FUSED, FLEX, VARLEN, BLOCKWISE),
     "full": (SDPA, FUSED, FLEX, VARLEN, BLOCKWISE),
@@ -130,14 +130,13 @@ def error_of(kernel: str, device: torch.device, head_dim: int) -> float:
         results = []
         for out in (windowed_attention(*inputs, plan), reference.windowed_attention(*inputs, window, queries)):
             results.append([out.detach(), *torch.autograd.grad(out.square().sum(), inputs)])
-        return max(float((a - b).norm() / b.norm()) for a, b in zip(*results, strict=True))
+        # NaN is larger than any number, for PyTorch
+        return float(torch.stack([(a - b).norm() / b.norm() for a, b in zip(*results, strict=True)]).max())
 
     subsets = [range(CHECKED_LENGTH)] + ([range(2, CHECKED_LENGTH, 3)] if kernel == FUSED else [])
     # the first call may come from an evaluation, which has no gradients
     with torch.inference_mode(False), torch.enable_grad():
-        errors = torch.tensor([error(queries) for queries in subsets])
-    # NaN is larger than any number
-    return float(errors.max())
+        return float(torch.tensor([error(queries) for queries in subsets]).max())
 
 
 def describe(device_type: str, cases: Mapping[str, Case] | None = None, wanted: str | None = None) -> str:

@@ -120,6 +120,7 @@ class Trainer:
 
     def load(self) -> None:
         """Continue from the newest whole checkpoint, or begin, from another run's decoder if that is wished."""
+        self.passes.join()
         found = saving.newest(self.run, self.report)
         if found is not None:
             distributed.together(lambda: self.restore(found))
@@ -146,15 +147,18 @@ class Trainer:
 
     @property
     def place(self) -> str:
-        return f"{self.ranks.world} x {self.device.type}"
+        """What decides how many rows fit."""
+        train, room = self.config.train, ""
+        if self.device.type == "cuda":
+            room = f" of {torch.cuda.get_device_properties(self.device).total_memory} bytes"
+        return f"{self.ranks.world} x {self.device.type}{room}, sharding {train.sharding}, recompute {train.recompute}"
 
     def fit_rows(self) -> None:
-        """Sums depend on the micro-batch, so a run that is resumed in the same place keeps the one it had."""
+        """Sums depend on the micro-batch, so a run that is resumed in the same place keeps the one that was found."""
         kept = self.progress.rows_per_pass if self.progress.place == self.place else 0
-        if kept and not self.config.train.rows_per_pass:
-            self.passes.rows_per_pass = kept
-            return
-        self.passes.fit(lambda: self.loader.batch(self.rows_of(self.progress.step)))
+        if self.config.train.rows_per_pass:
+            kept = 0
+        self.passes.fit(lambda: self.loader.batch(self.rows_of(self.progress.step)), kept)
 
     def open_metrics(self) -> None:
         if self.ranks.is_main:
@@ -189,7 +193,8 @@ class Trainer:
             return
         # while steps fail the weights may be broken: older checkpoints stay until one succeeds
         keep = sys.maxsize if self.progress.bad_in_a_row else self.config.train.keep_checkpoints
-        self.progress.rows_per_pass, self.progress.place = self.passes.rows_per_pass, self.place
+        fixed = self.config.train.rows_per_pass
+        self.progress.rows_per_pass, self.progress.place = 0 if fixed else self.passes.rows_per_pass, self.place
         state = asdict(self.progress)
         if self.divided:
             saving.save_divided(self.run, step, self.objective, self.optimizer, state, keep, self.sync_metrics)

@@ -67,9 +67,15 @@ class Passes:
         self.config, self.objective, self.optimizer, self.ranks = config, objective, optimizer, ranks
         self.rows, self.divided, self.say = rows, divided, say
         self.device = ranks.device
+        self.rows_per_pass = rows_per_pass(config, rows, self.device)
+        self.replicas: DistributedDataParallel | None = None
+
+    def join(self) -> None:
+        """Before the first step, on all ranks together."""
         # a guess from the memory that is free, which differs; the passes of a step are to meet
-        self.rows_per_pass = -distributed.largest_over_ranks(-rows_per_pass(config, rows, self.device))
-        self.replicas = replicate(objective) if ranks.world > 1 and not divided else None
+        self.rows_per_pass = -distributed.largest_over_ranks(-self.rows_per_pass)
+        if self.ranks.world > 1 and not self.divided:
+            self.replicas = replicate(self.objective)
 
     def gradients(self, batch: Batch) -> tuple[StepLosses, int]:
         """Those of the mean over the global batch, summed over the ranks. -> also its targets
@@ -119,7 +125,8 @@ class Passes:
             self.meet(work)
             enough = True
         else:
-            enough = distributed.together(lambda: sufficed(work))
+            with distributed.exchange():
+                enough = distributed.together(lambda: sufficed(work))
         if last is not None:
             if distributed.largest_over_ranks(not enough):
                 return None
@@ -165,7 +172,11 @@ class Passes:
         )
 
     def take_smaller(self) -> None:
+        # where the last forward was through, DDP waits for its backward: on some ranks, and that does not come
+        joined, self.replicas = self.replicas is not None, None
         self.clear()
+        if joined:
+            self.replicas = replicate(self.objective)
         was, self.rows_per_pass = self.rows_per_pass, smaller(self.rows, self.rows_per_pass)
         if not self.rows_per_pass:
             self.fail(NO_ROW.format(device=self.device))
@@ -186,11 +197,12 @@ class Passes:
         self.optimizer.zero_grad()
         release(self.device)
 
-    def fit(self, batch_of_step: Callable[[], Batch]) -> None:
-        """The largest micro-batch that fits, where memory can be measured and the user left it open. One that is fixed
-        is tried where ranks meet in a step, since that step could not begin anew."""
+    def fit(self, batch_of_step: Callable[[], Batch], kept: int = 0) -> None:
+        """The largest micro-batch that fits, where memory can be measured and the user left it open. One that is fixed,
+        or `kept` from before, is only tried, and that where ranks meet in a step, which could not begin anew."""
         memory, fixed = memory_of(self.device), self.config.train.rows_per_pass
-        if memory is None or (fixed and self.replicas is None):
+        self.rows_per_pass = asked = kept or self.rows_per_pass
+        if memory is None or ((fixed or kept) and self.replicas is None):
             return
         batch = distributed.together(batch_of_step)
         self.objective.progress = 1.0
@@ -199,17 +211,22 @@ class Passes:
             part = Batch(*(array[:rows] for array in batch))
             self.add_pass(part, 1.0, torch.zeros(3, dtype=torch.float64, device=self.device))
 
-        asked, most = self.rows_per_pass, fixed or most_rows(self.config)
+        if fixed or kept:
+            enough = distributed.together(lambda: memory.peak_of(lambda: try_pass(asked)) is not None)
+            self.clear()
+            if not distributed.largest_over_ranks(not enough):
+                return
+        most = asked - 1 if fixed else most_rows(self.config)
         if self.divided:
             # one that ran out of memory in a pass would leave the others waiting: what fits follows from fewer rows
             self.rows_per_pass = few = largest_divisor(self.rows, max(1, asked // FEWER))
             able = capacity(few, memory, lambda rows: self.meet(lambda: try_pass(rows)), self.clear)
             found = largest_divisor(self.rows, min(-distributed.largest_over_ranks(-able), most))
         else:
-            found = find_rows(self.rows, asked, most, memory, try_pass, self.clear)
+            found = find_rows(self.rows, asked, most, memory, try_pass, self.clear) if most else 0
         if not found:
             self.fail(NO_ROW.format(device=self.device))
-        if fixed and found < asked:
+        if fixed:
             self.refuse(asked, found)
         self.rows_per_pass = found
 

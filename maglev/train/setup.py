@@ -125,6 +125,8 @@ def prepare_blocks(objective: Objective, compiled: bool, recompute: str) -> None
     if compiled:
         # one graph per window, memory or none, and position subset; past the limit dynamo silently runs eagerly
         torch._dynamo.config.recompile_limit = 64
+        # it would cut every block where DDP's buckets end, which is for models that are one graph
+        torch._dynamo.config.optimize_ddp = False
         objective.decoder.readout.fused = True
         if objective.decoder.injection is not None:
             objective.decoder.injection.compile(dynamic=False)

@@ -148,6 +148,17 @@ def test_a_check_runs_the_heads_of_the_case_once(monkeypatch: pytest.MonkeyPatch
     assert seen == [64, 128]
 
 
+def test_a_gradient_that_is_not_a_number_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_definition(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
+        key.register_hook(lambda gradient: gradient * float("nan"))
+        return reference.windowed_attention(query, key, value, plan.window)
+
+    monkeypatch.setitem(kernels.KERNELS, FLEX, KERNELS[FLEX]._replace(attend=by_definition))
+    works, reason = check(FLEX, "cpu", 64)
+    check.cache_clear()
+    assert not works and reason == "differs from the definition by nan"
+
+
 def test_passes_without_gradients_compile_nothing(all_work: None) -> None:
     with torch.no_grad():
         assert plan_attention(8, 200, CPU, kernel=FLEX).kernel == BLOCKWISE

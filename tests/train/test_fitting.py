@@ -187,6 +187,11 @@ def test_a_resumed_run_keeps_the_micro_batch_it_had(
     # unless the user says otherwise, or other ranks or devices go on
     assert passes_of("fixed", {"train.rows_per_pass": 2}) == 4 * [2]
     assert passes_of("fewer ranks", place="2 x cpu") == passes_of("other device", place="1 x cuda") == 2 * [4]
+    assert passes_of("recomputed", {"train.recompute": "full"}) == 2 * [4]
+    train(data, tmp_path / "was fixed", {"train.rows_per_pass": 1})
+    seen.clear()
+    train(data, half_of(tmp_path / "was fixed", tmp_path / "open again"), resume=True)
+    assert seen == 2 * [4]
     # as they were written before
     assert passes_of("older", place=None, rows_per_pass=None) == 2 * [4]
 

@@ -17,7 +17,7 @@ from maglev.data.loader import Loader
 from maglev.data.shards import open_data
 from maglev.runs import read_metrics
 from tests.processes import Process, Processes, free_ports, until
-from tests.small_runs import FAST, assert_same_tensors, losses_of, tensors_of, train_arguments
+from tests.small_runs import FAST, assert_same_tensors, flip_byte, losses_of, tensors_of, train_arguments
 
 # an all-reduce that waits in vain must not outlive the test
 PATIENCE = 30
@@ -297,32 +297,44 @@ def test_a_bad_step_of_one_rank_is_skipped_by_both(data: Path, tmp_path: Path, p
 
 SHORT = """
 import torch
+from maglev.objectives.maglev import MaglevObjective
 from maglev.train.passes import Passes
-plain, rows = Passes.forward, []
+plain, rows = {owner}.forward, []
 def forward(self, part, *rest):
-    backward = plain(self, part, *rest)
-    rows.append(len(part.tokens))
-    if rows == [2, 2, 2]:
+    rows.append(len(getattr(part, "tokens", part)))
+    if rows == [{rows}]:
         {when}
-    return backward
+    return plain(self, part, *rest)
 def fail():
     raise torch.OutOfMemoryError("CUDA out of memory.")
-Passes.forward = forward
+{owner}.forward = forward
 """
 
 
+TWO_ROWS = "from maglev.train import passes\npasses.rows_per_pass = lambda *given: 2\n"
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(128, "2, 2, 2"), (256, "2, 2, 2, 2, 2")], ids=["last", "before"])
 def test_memory_that_one_rank_lacks_makes_both_take_smaller_passes(
-    data: Path, tmp_path: Path, processes: Processes
+    tokens: int, rows: str, data: Path, tmp_path: Path, processes: Processes
 ) -> None:
-    """In the third step, before the ranks meet; fixed by the user, the first rank says what fits."""
+    """In the third step, in its last pass while the other rank is through it, or in the one before."""
     one, two = tmp_path / "one", tmp_path / "two"
-    processes.run(train_arguments("maglev-shared-0.1", data, one, FAST))
-    arguments = train_arguments("maglev-shared-0.1", data, two, FAST)
-    ranks = run_ranks(processes, arguments, before=on_rank(1, SHORT.format(when="fail()")))
+    settings = FAST | {"train.tokens_per_step": tokens}
+    short = TWO_ROWS + on_rank(1, SHORT.format(owner="MaglevObjective", rows=rows, when="fail()"))
+    processes.run(train_arguments("maglev-shared-0.1", data, one, settings))
+    ranks = run_ranks(processes, train_arguments("maglev-shared-0.1", data, two, settings), before=short)
     assert "out of memory with 2 rows per pass; the step begins anew with 1" in ranks[0].stderr
     np.testing.assert_allclose(losses_of(two), losses_of(one), rtol=0, atol=1e-5)
+
+
+def test_a_fixed_micro_batch_that_one_rank_lacks_memory_for_ends_both(
+    data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    """The first rank says what fits."""
     arguments = train_arguments("maglev-shared-0.1", data, tmp_path / "fixed", FAST | {"train.rows_per_pass": 2})
-    ranks = start_ranks(processes, [arguments] * 2, on_rank(1, SHORT.format(when="fail()")))
+    short = on_rank(1, SHORT.format(owner="MaglevObjective", rows="2, 2, 2", when="fail()"))
+    ranks = start_ranks(processes, [arguments] * 2, short)
     assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
     assert "passes of 2 rows do not fit into the memory of cpu; 1 fit" in ranks[0].error and ranks[1].stderr == ""
 
@@ -330,12 +342,27 @@ def test_memory_that_one_rank_lacks_makes_both_take_smaller_passes(
 def test_memory_that_one_rank_lacks_where_both_meet_ends_them(data: Path, tmp_path: Path, processes: Processes) -> None:
     """In the backward that sums gradients: the other one waits for them already."""
     arguments = train_arguments("maglev-shared-0.1", data, tmp_path / "run", FAST)
-    ranks = start_ranks(processes, [arguments] * 2, on_rank(1, SHORT.format(when="return fail")))
+    short = on_rank(1, SHORT.format(owner="Passes", rows="2, 2, 2", when="return fail"))
+    ranks = start_ranks(processes, [arguments] * 2, short)
     assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
     assert "out of memory on cpu with 2 rows" in ranks[1].error and "train.rows_per_pass=1" in ranks[1].error
     assert "rank 0 lost another rank, whose own message says why" in ranks[0].error
     found = checkpoint.newest(tmp_path / "run", pytest.fail)
     assert found is not None and found.step == 2
+
+
+def test_trouble_in_what_one_rank_alone_opens_ends_both_at_once(
+    data: Path, tmp_path: Path, processes: Processes
+) -> None:
+    """What is held back for validation is read by rank 0 alone."""
+    shutil.copytree(data, tmp_path / "data")
+    (shard,) = (tmp_path / "data").glob("validation-*.tokens.npy")
+    flip_byte(shard)
+    settings = FAST | {"train.validate_every": 3, "train.timeout": 600}
+    arguments = train_arguments("swa-ssss", tmp_path / "data", tmp_path / "run", settings)
+    ranks = start_ranks(processes, [arguments] * 2)
+    assert {process.wait(PATIENCE) for process in ranks} <= {1, 2}
+    assert shard.name in ranks[0].error and ranks[1].stderr == ""
 
 
 def test_ranks_need_a_meeting_place(data: Path, tmp_path: Path, processes: Processes) -> None:
