@@ -9,7 +9,8 @@ in float32. How far `plain` comes from `exact` and from `other` is the spread of
 they follow where they come no farther from `exact` than both together. `fp8` is `fast` with products in 8 bits, for
 two recipes. Losses are means over 20 steps; the text is the documentation of Python's own modules, byte by byte, so it
 depends on Python's version. The last line of stdout is JSON; with `--one` that is the losses of one recipe and way, up
-to `--stop` where it is given. FILE has every run that is done as soon as it is, and what is in it is not run again.
+to `--stop` where it is given; there, `compiled` is `plain` with compiled blocks on any device. FILE has every run that
+is done as soon as it is, and what is in it is not run again.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def losses_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.de
         "train.rows_per_pass": rows // 2 if way == "other" else rows,
         "train.precision": "float32" if way == "exact" else asked.precision,
         "train.validate_every": 0,
-        "train.compile": "auto" if way in COMPILED else "off",
+        "train.compile": "on" if way == "compiled" else "auto" if way in COMPILED else "off",
         "train.attention": "auto" if way in COMPILED else "blockwise",
         "train.products": "fp8" if way == "fp8" else "plain",
     }

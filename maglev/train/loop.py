@@ -121,18 +121,14 @@ class Trainer:
     def load(self) -> None:
         """Continue from the newest whole checkpoint, or begin, from another run's decoder if that is wished."""
         self.passes.join()
-        found = saving.newest(self.run, self.report)
+        found = saving.newest(self.run, self.watch.say)
         if found is not None:
             distributed.together(lambda: self.restore(found))
         elif self.config.train.init_from:
             source = Path(self.config.train.init_from)
-            given = saving.newest(source, self.report)
-            kept = distributed.together(lambda: start_from(self.objective, source, given, self.task, self.report))
+            given = saving.newest(source, self.watch.say)
+            kept = distributed.together(lambda: start_from(self.objective, source, given, self.task, self.watch.say))
             self.watch.say(f"decoder taken from {source}; {len(kept)} tensors start anew")
-
-    def report(self, line: str) -> None:
-        if self.ranks.is_main:
-            self.watch.say(line)
 
     def start(self) -> None:
         self.progress.threads = self.choose_threads()
@@ -155,9 +151,8 @@ class Trainer:
 
     def fit_rows(self) -> None:
         """Sums depend on the micro-batch, so a run that is resumed in the same place keeps the one that was found."""
-        kept = self.progress.rows_per_pass if self.progress.place == self.place else 0
-        if self.config.train.rows_per_pass:
-            kept = 0
+        is_open = not self.config.train.rows_per_pass and self.progress.place == self.place
+        kept = self.progress.rows_per_pass if is_open else 0
         self.passes.fit(lambda: self.loader.batch(self.rows_of(self.progress.step)), kept)
 
     def open_metrics(self) -> None:
@@ -314,7 +309,7 @@ class Trainer:
         enough, whole = self.gather() if self.divided else (True, self.objective)
         if not (enough and distributed.together(lambda: sufficed(lambda: self.measure(whole)))):
             release(self.device)
-            self.report(
+            self.watch.say(
                 f"step {self.progress.step}: out of memory in the validation, which is left out; set "
                 "train.validation_rows to fewer, or train.validate_every to 0 for none"
             )

@@ -236,19 +236,27 @@ def test_a_micro_batch_that_the_user_fixed_ends_in_a_line_that_names_what_fits(
             train(data, tmp_path / "none")
 
 
-def test_the_trainer_measures_before_its_first_step_and_changes_nothing(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(data, tmp_path / "plain", {"train.rows_per_pass": 2})
-    memory = FakeMemory(250, row=100)
+def measure_passes(monkeypatch: pytest.MonkeyPatch, memory: FakeMemory, divided: bool = False) -> None:
+    """The trainer's passes take that memory; `divided`, as if ranks divided the parameters."""
 
     class Measured(Passes):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given[:-2], divided, given[-1])
+
         def add_pass(self, part: Any, *rest: Any) -> None:
             memory.try_pass(len(part.tokens))
             super().add_pass(part, *rest)
 
     monkeypatch.setattr(loop, "Passes", Measured)
     monkeypatch.setattr(passes, "memory_of", lambda device: memory)
+
+
+def test_the_trainer_measures_before_its_first_step_and_changes_nothing(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(data, tmp_path / "plain", {"train.rows_per_pass": 2})
+    memory = FakeMemory(250, row=100)
+    measure_passes(monkeypatch, memory)
     said = train(data, tmp_path / "found")
     assert memory.tried[:2] == [4, 2] and memory.tried[2:] == 12 * [2]
     assert [line for line in said if "2 x 2 rows per rank" in line]
@@ -264,17 +272,7 @@ def test_divided_parameters_are_fitted_from_fewer_rows(
 ) -> None:
     """Never by a pass that is too large: the other ranks would wait for the end of it."""
     memory = FakeMemory(250, row=100)
-
-    class Divided(Passes):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given[:-2], True, given[-1])
-
-        def add_pass(self, part: Any, *rest: Any) -> None:
-            memory.try_pass(len(part.tokens))
-            super().add_pass(part, *rest)
-
-    monkeypatch.setattr(loop, "Passes", Divided)
-    monkeypatch.setattr(passes, "memory_of", lambda device: memory)
+    measure_passes(monkeypatch, memory, divided=True)
     said = train(data, tmp_path / "found")
     assert memory.tried == [1] + 12 * [2] and [line for line in said if "2 x 2 rows per rank" in line]
     memory.size, memory.tried = 50, []
