@@ -29,8 +29,12 @@ from maglev.bench.clock import graphed, machine_facts, seconds
 from maglev.bench.limits import machine_rates
 from maglev.ops import kernels
 from maglev.ops.attention import windowed_attention
-from maglev.ops.fused_attention import TILES, Tile
 from maglev.ops.kernels import BLOCKWISE, FUSED, KERNELS, SDPA, Case, plan_for
+
+try:
+    from maglev.ops.fused_attention import TILES, Tile
+except ImportError as error:
+    sys.exit(f"this benchmark needs a CUDA GPU and Triton ({error})")
 
 HEAD_DIM, DTYPE = 128, torch.bfloat16
 CALLS, REPEATS = 10, 5
