@@ -126,14 +126,13 @@ def train_plan(quick: bool = False, scaling: bool = False, **given: Any) -> Trai
 
 
 def run_worker(order: Order) -> Row:
-    """A fresh process, with nothing compiled before; what it says goes to stderr, its last line is the result."""
+    """A fresh process, with nothing compiled before where its start is measured; what it says goes to stderr, its last
+    line is the result."""
     patience = PATIENCE * len(order.settings)
     with TemporaryDirectory(prefix="maglev-bench-", ignore_cleanup_errors=True) as caches:
-        own = {
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
-            "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
-            "TRITON_CACHE_DIR": f"{caches}/triton",
-        }
+        own = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+        if order.split:
+            own |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "maglev.bench.train_worker"],
@@ -202,8 +201,8 @@ def scaling_axes(plan: TrainPlan) -> dict[str, list[dict[str, Any]]]:
             train__tokens_per_step=passes * rows * context,
         )
 
-    # a quarter of the rows, so that four times the context fits
-    few = max(1, plan.rows // 4)
+    # half of the rows: four times as much still fits, and half as much is more than launches
+    few = max(1, plan.rows // 2)
     return {
         "rows": [point(rows, depth, plan.context) for rows in sizes(few)],
         "layers": [point(few, layers, plan.context) for layers in sizes(depth)],

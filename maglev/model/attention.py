@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from maglev.config import ModelConfig
 from maglev.model.layers import MLP, Linear, project_packed
 from maglev.model.memory import Features, Rotation, gates_of, stream_of
+from maglev.ops.entry import enter
 from maglev.ops.inject import inject, kernels, rms_norm, rotate, takes_kernels
 from maglev.ops.recompute import KEPT, Keeping, plainly
 
@@ -110,7 +111,7 @@ class Block(nn.Module):
         A prefiller that borrows this block in part brings what it has of its own.
         """
         attention, mlp = attention or self.attention, mlp or self.mlp
-        x = entry[0] * x + entry[1] * start
+        x = enter(x, start, entry)
         if self.stream is not None and memory is not None:
             # attention then is a plain one
             x, memory = x + self.stream(x, memory), None

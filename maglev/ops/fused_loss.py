@@ -16,7 +16,7 @@ from maglev.ops.fused_product import power_of_two
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # exp(-2 cap) is to be an ordinary float32: the largest logit is then known without a look, it is the cap
 LARGEST_CAP = 40.0
-CHUNK_LOGITS = 2**27
+CHUNK_LOGITS = 2**28
 BLOCK, WARPS = 4096, 16
 
 

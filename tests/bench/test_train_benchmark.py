@@ -107,7 +107,7 @@ def test_what_the_issue_asks_for_is_what_the_flops_allow() -> None:
 def test_each_axis_of_scaling_changes_one_size() -> None:
     plan = train_plan(scaling=True, context=1024, window=256, rows=8)
     axes = scaling_axes(plan)
-    assert [each["train.rows_per_pass"] for each in axes["rows"]] == [1, 2, 4, 8]
+    assert [each["train.rows_per_pass"] for each in axes["rows"]] == [2, 4, 8, 16]
     assert [each["model.depth"] for each in axes["layers"]] == [6, 12, 24, 48]
     assert [each["model.context"] for each in axes["context"]] == [512, 1024, 2048, 4096]
     for points in axes.values():
