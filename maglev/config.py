@@ -344,6 +344,7 @@ class TrainConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     attention: Literal["auto", "blockwise", "flex", "fused", "varlen", "sdpa"] = "auto"
     products: Literal["plain", "fp8"] = "plain"
+    graphs: Literal["auto", "on", "off"] = "auto"
     sharding: Literal["none", "full"] = "none"
     timeout: int = 1800
     threads: int = 0

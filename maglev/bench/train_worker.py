@@ -139,7 +139,8 @@ def marked(trainer: Trainer) -> Iterator[Parts]:
     for owner, name, part, after in places:
         setattr(owner, name, parts.within(part, after, getattr(owner, name)))
     try:
-        yield parts
+        with trainer.passes.recorder.paused():
+            yield parts
     finally:
         for owner, name, *_ in places:
             delattr(owner, name)
@@ -189,12 +190,18 @@ def measure_point(config: RunConfig, order: Order, device: torch.device) -> dict
     trainer.one_step()
     first = time.time() - order.began
     trainer.one_step()
-    reset_peak(device)
+    while not trainer.passes.recorder.settled:
+        trainer.one_step()
     times = []
     for _ in range(order.steps):
         before = trainer.progress.seconds
         trainer.one_step()
         times.append(trainer.progress.seconds - before)
+    # what a recorded pass uses is not told apart
+    with trainer.passes.recorder.paused():
+        reset_peak(device)
+        trainer.one_step()
+        peak = peak_bytes(device)
     rate = config.train.tokens_per_step / median(times)
     row = sizes_of(config) | {
         "rows": trainer.passes.rows_per_pass,
@@ -205,7 +212,8 @@ def measure_point(config: RunConfig, order: Order, device: torch.device) -> dict
         "tokens_per_s": rate,
         "flops_per_token": 3 * objective_flops(config),
         "flops_per_s": 3 * objective_flops(config) * rate,
-        "peak_bytes": peak_bytes(device),
+        "peak_bytes": peak,
+        "recorded": trainer.passes.recorder.holds,
         "attention": trainer.describe()[1],
         "loss_finite": trainer.progress.bad_steps == 0,
     }

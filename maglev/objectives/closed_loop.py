@@ -24,6 +24,11 @@ class ClosedLoopObjective(MaglevObjective):
         self.prefiller_weight = config.prefiller_weight
         self.rollout, self.rollout_start = config.rollout, config.rollout_start
 
+    @property
+    def stage(self) -> int:
+        """1 where P goes over the row once more."""
+        return int(self.progress >= self.rollout_start)
+
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
         length, embedded = tokens.shape[1], self.decoder.embedding(tokens)
         target_memory = self.prefiller(tokens, self.decoder, documents.attention_starts, embedded)  # (B, T, D)
@@ -31,7 +36,7 @@ class ClosedLoopObjective(MaglevObjective):
         memory = sweeps.run(target_memory, range(length), embedded)
         lifted = self.compare(memory, target_memory, targets)
         total = lifted.total
-        if self.progress >= self.rollout_start:
+        if self.stage:
             for first in range(min(self.rollout, length)):
                 positions = range(first, length, self.rollout)
                 memory = scatter(memory, sweeps.run(memory, positions, embedded), positions)

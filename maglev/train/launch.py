@@ -30,7 +30,7 @@ from maglev.values import canonical_json, parse_value
 FREE_ON_RESUME = {
     "device", "checkpoint_every", "keep_checkpoints", "validate_every", "validation_rows", "log_every",
     "tensorboard", "compile", "max_bad_steps", "threads", "rows_per_pass", "recompute", "attention", "sharding",
-    "timeout",
+    "timeout", "graphs",
 }  # fmt: skip
 # what the tokens of a run mean; each kind of task has its own
 MEANINGS = (TOKENIZER, RECALL)

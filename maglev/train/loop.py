@@ -243,7 +243,7 @@ class Trainer:
         else:
             self.progress.bad_steps += 1
             self.progress.bad_in_a_row += 1
-        self.optimizer.zero_grad()
+        self.passes.zero_gradients()
         seconds = clock(self.device) - began
         self.progress.seconds += seconds
         distributed.together(lambda: self.write_down(batch, losses, skipped, seconds))

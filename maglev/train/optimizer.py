@@ -327,11 +327,11 @@ class Optimizer:
             tensors.update(self.steps, tensors.group.lr * lr_scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            torch._foreach_zero_([each.grad for each in self.parameters if each.grad is not None])
+            return
         for parameter in self.parameters:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+            parameter.grad = None
 
     def parts(self) -> dict[str, Part]:
         """What this rank holds of the state, by name: views to copy from or into."""

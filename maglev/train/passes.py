@@ -30,6 +30,7 @@ from maglev.train.fitting import (
     sufficed,
 )
 from maglev.train.optimizer import Optimizer
+from maglev.train.recording import Inputs, Recorder
 from maglev.train.setup import most_rows, rows_per_pass
 from maglev.train.sharding import local
 
@@ -69,6 +70,8 @@ class Passes:
         self.device = ranks.device
         self.rows_per_pass = rows_per_pass(config, rows, self.device)
         self.replicas: DistributedDataParallel | None = None
+        possible = self.device.type == "cuda" and ranks.world == 1 and not divided
+        self.recorder = Recorder(objective, config.train.graphs, possible, say)
 
     def join(self) -> None:
         """Before the first step, on all ranks together."""
@@ -88,7 +91,7 @@ class Passes:
         while (sums := self.add_passes(batch, everyone)) is None:
             self.take_smaller()
         if self.rows_per_pass != asked and self.config.train.rows_per_pass:
-            self.optimizer.zero_grad()
+            self.clear()
             self.refuse(asked, self.rows_per_pass)
         return StepLosses(*sums), int(everyone)
 
@@ -102,7 +105,7 @@ class Passes:
         firsts = range(0, self.rows, self.rows_per_pass)
         parts = [Batch(*(array[first : first + self.rows_per_pass] for array in batch)) for first in firsts]
         last = parts.pop() if self.replicas is not None else None
-        backwards: list[Callable[[], None]] = []
+        backwards: list[Callable[[], Tensor]] = []
         own = [0.0] * 4
 
         def read_sums() -> None:
@@ -111,14 +114,14 @@ class Passes:
 
         def work() -> None:
             for part in parts:
-                self.add_pass(part, everyone, sums)
+                sums.add_(self.recorder.run(self.inputs(part, everyone), self.add_pass))
             if last is None:
                 read_sums()
             else:
-                backwards.append(self.forward(last, everyone, sums))
+                backwards.append(self.forward(self.inputs(last, everyone)))
 
         def meeting() -> None:
-            backwards.pop()()
+            sums.add_(backwards.pop()())
             read_sums()
 
         if self.divided:
@@ -140,25 +143,29 @@ class Passes:
             if not sufficed(work):
                 raise WorkError(self.too_many())
 
-    def add_pass(self, part: Batch, everyone: float, sums: Tensor) -> None:
-        """Gradients of a part, added to this rank's own."""
-        with nullcontext() if self.replicas is None else self.replicas.no_sync():
-            self.forward(part, everyone, sums)()
-
-    def forward(self, part: Batch, everyone: float, sums: Tensor) -> Callable[[], None]:
-        """-> its backward, which adds the losses to `sums`"""
+    def inputs(self, part: Batch, everyone: float) -> Inputs:
         tokens, targets = upload(part.tokens, self.device), upload(part.targets, self.device)
         share = float((part.targets >= 0).sum()) / max(everyone, 1.0)
+        documents = documents_of(part, self.config.data, self.device)
+        return Inputs(tokens, targets, documents, torch.full((), share, dtype=torch.float64, device=self.device))
+
+    def add_pass(self, inputs: Inputs) -> Tensor:
+        """Gradients of a part, added to this rank's own. -> its three losses, by its share"""
+        with nullcontext() if self.replicas is None else self.replicas.no_sync():
+            return self.forward(inputs)()
+
+    def forward(self, inputs: Inputs) -> Callable[[], Tensor]:
+        """-> its backward, which returns the losses"""
         model = self.replicas or self.objective
         with building_kernels(self.device):
-            losses = model(tokens, targets, documents_of(part, self.config.data, self.device))
+            losses = model(inputs.tokens, inputs.targets, inputs.documents)
 
-        def backward() -> None:
+        def backward() -> Tensor:
             # gradients are averaged over the ranks: here they shall add up
             with building_kernels(self.device):
-                (losses.total * (share * self.ranks.world)).backward()
+                (losses.total * (inputs.share * self.ranks.world)).backward()
             means = torch.stack([losses.total, losses.next_token, losses.consistency])
-            sums.add_(means.detach().double() * share)
+            return means.detach().double() * inputs.share
 
         return backward
 
@@ -193,7 +200,11 @@ class Passes:
         """All ranks come here; the first one says why."""
         raise WorkError(message) if self.ranks.is_main else SaidElsewhere(message, 1)
 
+    def zero_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=not self.recorder.holds)
+
     def clear(self) -> None:
+        self.recorder.forget()
         self.optimizer.zero_grad()
         release(self.device)
 
@@ -209,7 +220,7 @@ class Passes:
 
         def try_pass(rows: int) -> None:
             part = Batch(*(array[:rows] for array in batch))
-            self.add_pass(part, 1.0, torch.zeros(3, dtype=torch.float64, device=self.device))
+            self.add_pass(self.inputs(part, 1.0))
 
         if fixed or kept:
             enough = distributed.together(lambda: memory.peak_of(lambda: try_pass(asked)) is not None)

@@ -43,7 +43,10 @@ def test_every_recipe_and_the_whole_get_a_verdict(
     monkeypatch.setattr(sys, "argv", ["follow.py", "--device", "cpu", "--out", str(out)])
     script.main()
     *lines, last = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if ": 0.0000 from the nearest plain run, which are up to 0.0200 apart" in line]) == len(RECIPES) - 1
+    assert (
+        len([line for line in lines if ": 0.0000 from the nearest plain run, which are up to 0.0200 apart" in line])
+        == len(RECIPES) - 1
+    )
     assert lines[-1] == f"kernels follow in {len(RECIPES) - 1} of {len(RECIPES)} recipes; not in lrt-ssss"
     for told in (json.loads(last), json.loads(out.read_text())):
         assert told["follows"] is False

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from maglev import checkpoint
 from maglev.data.loader import Batch
@@ -20,6 +21,7 @@ from maglev.train import fitting, launch, loop, passes, setup
 from maglev.train.fitting import divisors, find_rows, largest_divisor, smaller, sufficed
 from maglev.train.optimizer import Optimizer
 from maglev.train.passes import Passes, StepLosses
+from maglev.train.recording import Inputs
 from maglev.train.task import TextValidation
 from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, losses_of
 
@@ -124,11 +126,12 @@ def limit_passes(monkeypatch: pytest.MonkeyPatch, most: int, from_pass: int = 0)
     """Passes of more than `most` rows run out of memory in their backward; how many rows each pass had."""
     plain, seen = Passes.add_pass, []
 
-    def add_pass(self: Passes, part: Any, *rest: Any) -> None:
-        seen.append(len(part.tokens))
-        plain(self, part, *rest)
-        if len(part.tokens) > most and len(seen) > from_pass:
+    def add_pass(self: Passes, inputs: Inputs) -> Tensor:
+        seen.append(len(inputs.tokens))
+        losses = plain(self, inputs)
+        if len(inputs.tokens) > most and len(seen) > from_pass:
             raise torch.OutOfMemoryError("CUDA out of memory.")
+        return losses
 
     monkeypatch.setattr(Passes, "add_pass", add_pass)
     return seen
@@ -243,9 +246,9 @@ def measure_passes(monkeypatch: pytest.MonkeyPatch, memory: FakeMemory, divided:
         def __init__(self, *given: Any) -> None:
             super().__init__(*given[:-2], divided, given[-1])
 
-        def add_pass(self, part: Any, *rest: Any) -> None:
-            memory.try_pass(len(part.tokens))
-            super().add_pass(part, *rest)
+        def add_pass(self, inputs: Inputs) -> Tensor:
+            memory.try_pass(len(inputs.tokens))
+            return super().add_pass(inputs)
 
     monkeypatch.setattr(loop, "Passes", Measured)
     monkeypatch.setattr(passes, "memory_of", lambda device: memory)

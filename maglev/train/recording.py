@@ -1,0 +1,160 @@
+"""Passes as CUDA graphs: a GPU is through with the kernels of a small model before Python has asked for the next one.
+
+A pass is asked for once more while the GPU only notes it down, then replayed from one call. Inputs and gradients keep
+their places in memory; nothing else changes, results least of all.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from maglev.errors import RequestError
+from maglev.objectives import Objective
+from maglev.objectives.losses import Documents
+from maglev.train.distributed import first_line
+
+# a pass before: it compiles; then so many are timed
+TIMED = 2
+# of a pass's time, which Python takes to ask for it: what is less, the GPU hides
+LEAST_SHARE = 0.5
+
+
+class Inputs(NamedTuple):
+    """tokens and targets (B, T); `share` () float64 is the part of the step's targets that these are."""
+
+    tokens: Tensor
+    targets: Tensor
+    documents: Documents
+    share: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        own = (self.tokens, self.targets, self.documents.attention_starts, self.documents.memory_keep, self.share)
+        return [tensor for tensor in own if tensor is not None]
+
+    def copy(self) -> "Inputs":
+        starts, keep = self.documents.attention_starts, self.documents.memory_keep
+        documents = Documents(*(None if each is None else each.clone() for each in (starts, keep)))
+        return Inputs(self.tokens.clone(), self.targets.clone(), documents, self.share.clone())
+
+
+# forward and backward; -> losses (3,) float64, by their share
+Pass = Callable[[Inputs], Tensor]
+
+
+@dataclass(frozen=True)
+class Recording:
+    inputs: Inputs
+    losses: Tensor
+    replay: Callable[[], None]
+
+    def run(self, inputs: Inputs) -> Tensor:
+        for own, given in zip(self.inputs.tensors(), inputs.tensors(), strict=True):
+            own.copy_(given)
+        self.replay()
+        return self.losses
+
+
+def capture(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """What `work` returns, to be filled by each replay. Nothing of it is computed now."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+    return result, graph.replay
+
+
+class Recorder:
+    """`wanted` as in the configuration; `possible` where one process has a CUDA GPU and all of the parameters."""
+
+    def __init__(self, objective: Objective, wanted: str, possible: bool, say: Callable[[str], None]) -> None:
+        if wanted == "on" and not possible:
+            raise RequestError(
+                "train.graphs is on, which takes a CUDA GPU, one process and whole parameters; set it to auto"
+            )
+        self.objective, self.say = objective, say
+        self.always, self.active = wanted == "on", possible and wanted != "off"
+        self.forget()
+
+    def forget(self) -> None:
+        """Of passes of another shape or stage, or where gradients are no longer in their places."""
+        self.recording: Recording | None = None
+        self.key: tuple[object, ...] = ()
+        self.passes, self.share = 0, 1.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Passes one by one, for who wants to look into them."""
+        was, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = was
+
+    @property
+    def holds(self) -> bool:
+        """Whether gradients have to stay where they are."""
+        return self.recording is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the passes to come are like the last one."""
+        return not self.active or self.holds or (self.passes > TIMED and not self.pays)
+
+    @property
+    def pays(self) -> bool:
+        return self.always or self.share >= LEAST_SHARE
+
+    def run(self, inputs: Inputs, work: Pass) -> Tensor:
+        if not self.active:
+            return work(inputs)
+        key = (inputs.tokens.shape, self.objective.stage)
+        if key != self.key:
+            self.forget()
+            self.key = key
+        if self.recording is None and self.passes > TIMED and self.pays:
+            self.record(inputs, work)
+        if self.recording is not None:
+            return self.recording.run(inputs)
+        return self.timed(inputs, work) if 0 < self.passes <= TIMED else self.first(inputs, work)
+
+    def first(self, inputs: Inputs, work: Pass) -> Tensor:
+        self.passes += 1
+        return work(inputs)
+
+    def timed(self, inputs: Inputs, work: Pass) -> Tensor:
+        """The smallest share counts: compilation too is time that Python takes."""
+        self.passes += 1
+        device = inputs.tokens.device
+        wait(device)
+        began = time.perf_counter()
+        losses = work(inputs)
+        asked = time.perf_counter()
+        wait(device)
+        self.share = min(self.share, (asked - began) / (time.perf_counter() - began))
+        return losses
+
+    def record(self, inputs: Inputs, work: Pass) -> None:
+        """Where it fails, training goes on without."""
+        own = inputs.copy()
+        for parameter in self.objective.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        try:
+            losses, replay = capture(lambda: work(own))
+        except Exception as error:
+            self.active = False
+            self.say(f"passes are not recorded: {type(error).__name__}: {first_line(error)[:160]}")
+            with suppress(RuntimeError):
+                wait(inputs.tokens.device)
+            return
+        self.recording = Recording(own, losses, replay)
+        self.say(f"passes are recorded as CUDA graphs: asking for one took {self.share:.0%} of its time")
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,107 @@
+"""Recorded passes: the same run, from graphs. On a CPU a function that is called again plays a graph."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from maglev.errors import RequestError
+from maglev.train import launch, passes, recording
+from maglev.train.recording import Recorder
+from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, losses_of
+
+pytestmark = pytest.mark.usefixtures("without_speed")
+CLOSED = {"objective.rollout_start": 0.5, "train.steps": 8, "train.rows_per_pass": 2}
+
+
+def train(recipe: str, data: Path, run: Path, settings: dict[str, Any]) -> list[str]:
+    watch = Unwatched()
+    launch.train(recipe, data, run, watch, depth=1, settings=SMALL | FAST | settings, resume=False)
+    return watch.lines
+
+
+def play(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    losses = torch.zeros(3, dtype=torch.float64)
+
+    def replay() -> None:
+        losses.copy_(work())
+
+    return losses, replay
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "capture", play)
+    monkeypatch.setattr(
+        passes, "Recorder", lambda objective, wanted, possible, say: Recorder(objective, "on", True, say)
+    )
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert losses_of(one) == losses_of(other)
+    assert_same_tensors(one, other)
+
+
+@pytest.mark.parametrize("settings", [{}, {"data.document_mask": True, "data.memory_reset": True}])
+def test_a_recorded_run_is_the_same_run(
+    data: Path, tmp_path: Path, settings: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    chosen = CLOSED | settings
+    assert not any("recorded" in line for line in train("maglev-closed", data, tmp_path / "plain", chosen))
+    request.getfixturevalue("played")
+    said = train("maglev-closed", data, tmp_path / "recorded", chosen)
+    # once before and once from the step on from which there are rollouts
+    assert len([line for line in said if "passes are recorded as CUDA graphs" in line]) == 2
+    assert_same_run(tmp_path / "plain", tmp_path / "recorded")
+
+
+@pytest.mark.usefixtures("played")
+def test_a_graph_that_cannot_be_recorded_is_told_and_the_run_goes_on(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(work: Callable[[], Tensor]) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    train("maglev-closed", data, tmp_path / "plain", CLOSED)
+    monkeypatch.setattr(recording, "capture", fail)
+    said = train("maglev-closed", data, tmp_path / "failed", CLOSED)
+    told = "passes are not recorded: RuntimeError: operation not permitted when stream is capturing"
+    assert [line for line in said if "recorded" in line] == [told]
+    assert_same_run(tmp_path / "plain", tmp_path / "failed")
+
+
+@pytest.mark.parametrize(("share", "recorded"), [(0.49, False), (0.51, True)])
+def test_passes_are_recorded_where_asking_for_them_takes_longer_than_they_do(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, recorded: bool
+) -> None:
+    """A clock that goes from 0 to `share` while Python asks, and to 1 while the GPU works."""
+    ticks = iter([0.0, share, 1.0] * 1000)
+    monkeypatch.setattr(recording, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(recording, "capture", play)
+    monkeypatch.setattr(
+        passes, "Recorder", lambda objective, wanted, possible, say: Recorder(objective, wanted, True, say)
+    )
+    said = train("maglev-shared-0.1", data, tmp_path / "run", {"train.rows_per_pass": 2})
+    assert any("passes are recorded" in line for line in said) is recorded
+
+
+def test_graphs_are_refused_where_there_are_none(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"train.graphs is on, which takes a CUDA GPU.*; set it to auto"):
+        train("swa-ssss", data, tmp_path / "run", {"train.graphs": "on", "train.device": "cpu"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["swa-ssss", "transformer-slsl", "lrt-ssss", "maglev-shared-0.1", "maglev-closed"])
+def test_graphs_on_a_gpu_give_the_losses_of_passes_one_by_one(data: Path, tmp_path: Path, recipe: str) -> None:
+    chosen = {"train.steps": 8, "train.rows_per_pass": 2, "model.width": 128, "train.device": "cuda"}
+    chosen |= {"objective.rollout_start": 0.5} if recipe == "maglev-closed" else {}
+    said = train(recipe, data, tmp_path / "on", chosen | {"train.graphs": "on"})
+    assert [line for line in said if "not recorded" in line] == []
+    assert any("passes are recorded as CUDA graphs" in line for line in said)
+    train(recipe, data, tmp_path / "off", chosen | {"train.graphs": "off"})
+    for one, other in zip(losses_of(tmp_path / "on"), losses_of(tmp_path / "off"), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
