@@ -144,6 +144,11 @@ def kills(content: Content) -> str:
     return table(["faults", ""], rows)
 
 
+def oldest(content: Content) -> str:
+    rows = [["transformers", content["transformers"]], ["tests passed", str(content["passed"])]]
+    return table(["oldest release", ""], rows)
+
+
 @dataclass(frozen=True)
 class Kind:
     render: Callable[[Content], str]
@@ -165,6 +170,7 @@ KINDS = {
     "load": Kind(load, "make soak", lambda stem, content: stem == "serve-load"),
     "hostile": Kind(hostile, "make soak", lambda stem, content: stem == "serve-hostile"),
     "kills": Kind(kills, "make soak", lambda stem, content: stem == "serve-kills"),
+    "oldest": Kind(oldest, "make soak", lambda stem, content: stem == "hf-oldest"),
     "recall": Kind(recall, "python benchmarks/recall.py", lambda stem, content: stem.startswith("recall")),
     "text": Kind(text, "python benchmarks/text.py", lambda stem, content: stem.startswith("text")),
 }

@@ -12,8 +12,8 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
 from tests.processes import Processes, until
+from tests.results import keep_result
 from tests.serve.hostile import attack
-from tests.serve.results import keep_result
 from tests.serve.running import Running, serving
 
 ATTACKERS = 8
