@@ -55,3 +55,19 @@ def test_a_session_is_found_wherever_a_request_lands(replicas: Running) -> None:
     on = {replicas.text(session="shared", max_tokens=10, temperature=0) for _ in range(12)}
     assert len(on) == 1
     assert begun + on.pop() == replicas.text(prompt="Once", max_tokens=20, temperature=0)
+
+
+def test_a_session_stays_with_its_replica(replicas: Running) -> None:
+    """Which has read its prompt already; sessions are spread over both."""
+    client = replicas.client()
+
+    def cached(session: str, prompt: str) -> int:
+        headers = {"x-session-id": session}
+        found = client.completions.create(model=NAME, prompt=prompt, max_tokens=1, extra_headers=headers)
+        return found.usage.prompt_tokens_details.cached_tokens
+
+    names = [f"session-{number}" for number in range(16)]
+    for name in names:
+        first, *again = (cached(name, f"{name} has a prompt of its own") for _ in range(3))
+        assert first == 0 and all(again), name
+    assert [cached(name, "All have the same") for name in names].count(0) == 2
