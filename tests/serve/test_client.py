@@ -168,6 +168,14 @@ def test_negative_seeds_are_seeds(client: openai.OpenAI) -> None:
     assert len(texts) == 1
 
 
+def test_whole_numbers_may_have_a_point(server: Running) -> None:
+    """JSON has no other integers; a client's language may write them so."""
+    plain = server.text(prompt="a", max_tokens=3, seed=1, n=1, top_k=5)
+    assert server.text(prompt="a", max_tokens=3.0, seed=1.0, n=1.0, top_k=5.0) == plain
+    assert server.refused(400, prompt="a", max_tokens=1.5)["param"] == "max_tokens"
+    assert server.refused(400, prompt="a", n=True)["param"] == "n"
+
+
 def test_errors_are_those_of_openai(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-3.5-turbo-instruct", prompt="a")

@@ -148,7 +148,9 @@ def test_what_one_request_may_ask_for(locked: Running) -> None:
     assert locked.refused(400, prompt=["a"] * 3, n=2)["param"] == "n"
     assert locked.refused(400, prompt=[5] * 51)["param"] == "prompt"
     assert locked.refused(400, prompt="a", logprobs=21)["param"] == "logprobs"
-    assert locked.refused(400, prompt="a", stop=["x"] * 17)["param"] == "stop"
+    assert locked.refused(400, prompt="a", stop=["x"] * 17)["message"] == "stop: give a text or a list of at most 16"
+    for prompt in (5, [-1], ["a", 1], [None], {}):
+        assert "a list of token ids" in locked.refused(400, prompt=prompt)["message"], prompt
     assert locked.refused(400, prompt="a", stop="x" * 257)["param"] == "stop"
 
 
