@@ -223,5 +223,6 @@ async def on_invalid(request: Request, error: Exception) -> Response:
 
 async def on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = {404: "there is no such route", 405: "the route has no such method"}.get(error.status_code, error.detail)
+    unknown = {404: "there is no such route; /openapi.json lists them", 405: "the route has no such method"}
+    message = unknown.get(error.status_code, error.detail)
     return Fault(error.status_code, message, headers=dict(error.headers or {})).response()
