@@ -168,7 +168,7 @@ KINDS = {
     "weights": Kind(weights, "maglev eval bpb", lambda stem, content: stem.startswith("weights")),
     "follow": Kind(follow, "python benchmarks/follow.py", lambda stem, content: stem.startswith("follow")),
     "load": Kind(load, "make soak", lambda stem, content: stem == "serve-load"),
-    "hostile": Kind(hostile, "make soak", lambda stem, content: stem == "serve-hostile"),
+    "hostile": Kind(hostile, "make soak", lambda stem, content: stem in ("serve-hostile", "serve-described")),
     "kills": Kind(kills, "make soak", lambda stem, content: stem == "serve-kills"),
     "oldest": Kind(oldest, "make soak", lambda stem, content: stem == "hf-oldest"),
     "recall": Kind(recall, "python benchmarks/recall.py", lambda stem, content: stem.startswith("recall")),
