@@ -23,6 +23,8 @@ from maglev.serve.limits import Limits
 # connections, far above what is served at a time: each costs little, and there must be an end
 CONNECTIONS = 4096
 SHUTDOWN_SECONDS = 10
+# longer than clients and proxies keep an idle connection: whoever closes first must not be the one that is asked
+IDLE_SECONDS = 75
 
 
 def listen(host: str, port: int) -> sockets.socket:
@@ -73,6 +75,7 @@ def run_server(
         loop="asyncio",
         server_header=False,
         limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         ws="none",
     )

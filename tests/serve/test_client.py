@@ -21,6 +21,16 @@ def written(lm: LanguageModel, prompt: str = PROMPT, **options: object) -> str:
     return "".join(lm.generate(prompt, **options))  # type: ignore[arg-type]
 
 
+def test_an_idle_connection_is_closed_by_the_client() -> None:
+    """Else the server closes it just when it is used again, and the request is lost."""
+    from openai._constants import DEFAULT_CONNECTION_LIMITS
+
+    from maglev.serve.run import IDLE_SECONDS
+
+    assert DEFAULT_CONNECTION_LIMITS.keepalive_expiry is not None
+    assert 2 * DEFAULT_CONNECTION_LIMITS.keepalive_expiry < IDLE_SECONDS
+
+
 def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == NAME and model.object == "model" and model.created > 0
