@@ -144,6 +144,11 @@ def kills(content: Content) -> str:
     return table(["faults", ""], rows)
 
 
+def ray(content: Content) -> str:
+    rows = [["replicas", str(content["replicas"])], ["tests of the client passed", str(content["client_tests_passed"])]]
+    return table(["Ray Serve", ""], rows)
+
+
 def oldest(content: Content) -> str:
     rows = [["transformers", content["transformers"]], ["tests passed", str(content["passed"])]]
     return table(["oldest release", ""], rows)
@@ -170,6 +175,7 @@ KINDS = {
     "load": Kind(load, "make soak", lambda stem, content: stem == "serve-load"),
     "hostile": Kind(hostile, "make soak", lambda stem, content: stem in ("serve-hostile", "serve-described")),
     "kills": Kind(kills, "make soak", lambda stem, content: stem == "serve-kills"),
+    "ray": Kind(ray, "make soak", lambda stem, content: stem == "serve-ray"),
     "oldest": Kind(oldest, "make soak", lambda stem, content: stem == "hf-oldest"),
     "recall": Kind(recall, "python benchmarks/recall.py", lambda stem, content: stem.startswith("recall")),
     "text": Kind(text, "python benchmarks/text.py", lambda stem, content: stem.startswith("text")),
