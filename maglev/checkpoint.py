@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from maglev.errors import RequestError, WorkError
 from maglev.files import TEMPORARY_PREFIX, atomic_folder, remove_leftovers, sha256_of_file, sync
@@ -121,6 +121,26 @@ class Checkpoint:
         with reading(path), safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
         return {name: Stored(name, shape, ((path, 0),)) for name, shape in shapes.items()}
+
+
+def check_shapes(run: Path, expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Every tensor that the model has, in its shape, and no other."""
+    for name in sorted(set(expected) | set(given)):
+        shape = tuple(given[name].shape) if name in given else "missing"
+        wanted = tuple(expected[name].shape) if name in expected else "no such tensor"
+        if shape != wanted:
+            raise RequestError(f"{run}: {name} is {shape} and the model has {wanted}; these are not its weights")
+
+
+def load_weights(module: nn.Module, run: Path, found: Checkpoint, stem: str) -> None:
+    """The tensors of one stem into what they are the weights of."""
+    tensors = found.tensors(stem)
+    check_shapes(
+        run,
+        {f"{stem}.{name}": tensor for name, tensor in module.state_dict().items()},
+        {f"{stem}.{name}": tensor for name, tensor in tensors.items()},
+    )
+    module.load_state_dict(tensors)
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:

@@ -144,6 +144,16 @@ def kills(content: Content) -> str:
     return table(["faults", ""], rows)
 
 
+def ray(content: Content) -> str:
+    rows = [["replicas", str(content["replicas"])], ["tests of the client passed", str(content["client_tests_passed"])]]
+    return table(["Ray Serve", ""], rows)
+
+
+def oldest(content: Content) -> str:
+    rows = [["transformers", content["transformers"]], ["tests passed", str(content["passed"])]]
+    return table(["oldest release", ""], rows)
+
+
 @dataclass(frozen=True)
 class Kind:
     render: Callable[[Content], str]
@@ -163,8 +173,10 @@ KINDS = {
     "weights": Kind(weights, "maglev eval bpb", lambda stem, content: stem.startswith("weights")),
     "follow": Kind(follow, "python benchmarks/follow.py", lambda stem, content: stem.startswith("follow")),
     "load": Kind(load, "make soak", lambda stem, content: stem == "serve-load"),
-    "hostile": Kind(hostile, "make soak", lambda stem, content: stem == "serve-hostile"),
+    "hostile": Kind(hostile, "make soak", lambda stem, content: stem in ("serve-hostile", "serve-described")),
     "kills": Kind(kills, "make soak", lambda stem, content: stem == "serve-kills"),
+    "ray": Kind(ray, "make soak", lambda stem, content: stem == "serve-ray"),
+    "oldest": Kind(oldest, "make soak", lambda stem, content: stem == "hf-oldest"),
     "recall": Kind(recall, "python benchmarks/recall.py", lambda stem, content: stem.startswith("recall")),
     "text": Kind(text, "python benchmarks/text.py", lambda stem, content: stem.startswith("text")),
 }

@@ -39,7 +39,7 @@ def serve(
     body_bytes: Annotated[int, typer.Option("--body-bytes", help="Of one request.")] = DEFAULTS.body_bytes,
     seconds: Annotated[float, typer.Option("--seconds", help="One request may take.")] = DEFAULTS.seconds,
     transfer_seconds: Annotated[
-        float, typer.Option("--transfer-seconds", help="For a body to arrive, or an answer to be taken.")
+        float, typer.Option("--transfer-seconds", help="For a head or body to arrive, or an answer to be taken.")
     ] = DEFAULTS.transfer_seconds,
     session_count: Annotated[int, typer.Option("--session-count", help="States kept.")] = DEFAULTS.session_count,
     session_days: Annotated[

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from maglev.checkpoint import newest
+from maglev.checkpoint import load_weights, newest
 from maglev.config import RunConfig
 from maglev.data.recall import RecallConfig
 from maglev.data.shards import TokenData, open_data
@@ -39,12 +39,11 @@ def load_objective(
     if found is None:
         raise RequestError(f"{run} has no checkpoint yet; let 'maglev train' reach one (train.checkpoint_every)")
     objective = build_objective(config) if with_prefiller else Objective(Decoder(config.model))
-    objective.decoder.load_state_dict(found.tensors("decoder"))
+    load_weights(objective.decoder, run, found, "decoder")
     if isinstance(objective, MaglevObjective):
-        prefiller = found.tensors("prefiller")
-        if not prefiller:
+        if "prefiller" not in found.stems:
             raise RequestError(f"{run} has no prefiller any more, so no lifted memories; use recurrent ones")
-        objective.prefiller.load_state_dict(prefiller)
+        load_weights(objective.prefiller, run, found, "prefiller")
     objective.to(device).eval()
     if device.type == "cuda":
         objective.decoder.embedding.compute_dtype = torch.bfloat16

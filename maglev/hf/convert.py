@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from maglev import checkpoint
-from maglev.checkpoint import EXPORT_PREFIX, EXPORTED, Checkpoint, newest
+from maglev.checkpoint import EXPORT_PREFIX, EXPORTED, Checkpoint, check_shapes, newest
 from maglev.config import RunConfig
 from maglev.data.tokenizer import Tokenizer, bos_template
 from maglev.errors import RequestError
@@ -100,14 +100,10 @@ def check_tensors(run: Path, config: RunConfig, tensors: Mapping[str, Mapping[st
     """Every tensor that the model has, in its shape, and no other."""
     with torch.device("meta"):
         objective = build_objective(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in objective.state_dict().items()}
-    given = {f"{part}.{name}": tuple(t.shape) for part, own in tensors.items() for name, t in own.items()}
+    expected = objective.state_dict()
     if "prefiller" not in tensors:
-        expected = {name: shape for name, shape in expected.items() if not name.startswith("prefiller.")}
-    for name in sorted(set(expected) | set(given)):
-        if expected.get(name) != given.get(name):
-            shape, wanted = given.get(name, "missing"), expected.get(name, "no such tensor")
-            raise RequestError(f"{run}: {name} is {shape} and the model has {wanted}; these are not its weights")
+        expected = {name: tensor for name, tensor in expected.items() if not name.startswith("prefiller.")}
+    check_shapes(run, expected, {f"{part}.{name}": t for part, own in tensors.items() for name, t in own.items()})
 
 
 def tokenizer_config(bos: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from maglev.checkpoint import newest
+from maglev.checkpoint import load_weights, newest
 from maglev.data.tokenizer import Tokenizer
 from maglev.errors import RequestError
 from maglev.inference.checks import check_max_tokens, check_text, is_whole, token_ids
@@ -215,6 +215,6 @@ def load(
     if found is None:
         raise RequestError(f"{run} has no checkpoint yet; let 'maglev train' reach one (train.checkpoint_every)")
     decoder = Decoder(config.model)
-    decoder.load_state_dict(found.tensors("decoder"))
+    load_weights(decoder, run, found, "decoder")
     decoder.to(place, precision).eval().requires_grad_(False)
     return LanguageModel(decoder, Tokenizer.load(run / TOKENIZER), weights)

@@ -114,7 +114,8 @@ def limit(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tenso
     weights = torch.where(weights >= min_p * weights[:, :1], weights, 0)
     # the smallest set whose weight reaches top_p: a token stays while what stands before it is less
     before = weights.cumsum(-1) - weights
-    return torch.where(before < top_p * weights.sum(-1, keepdim=True), weights, 0)
+    # the likeliest stays in any case: the tiniest top_p times a sum can be 0
+    return torch.where((before < top_p * weights.sum(-1, keepdim=True)) | (rank == 0), weights, 0)
 
 
 def uniform(draw: Draw | None) -> float:

@@ -28,7 +28,7 @@ from maglev.serve.metrics import Metrics
 from maglev.serve.page import page_response
 from maglev.serve.planning import check_request, make_plan
 from maglev.serve.rows import memory_facts
-from maglev.serve.schema import ERRORS, CompletionRequest, ForkRequest
+from maglev.serve.schema import ERRORS, GIVE, CompletionRequest, ForkRequest
 from maglev.serve.sessions import SESSION_NAME, Sessions
 from maglev.serve.wire import session_object
 
@@ -215,11 +215,14 @@ async def on_invalid(request: Request, error: Exception) -> Response:
     if first["type"] in ("json_invalid", "model_attributes_type", "missing") and not places:
         return Fault(400, "the body must be one JSON object, sent as application/json").response()
     param = places[0] if places and places[0].isidentifier() else None
+    if param in GIVE:
+        return Fault(400, f"{param}: {GIVE[param]}", param=param).response()
     where = f"{'.'.join(place for place in places if place.isidentifier() or place.isdecimal())}: " if param else ""
     return Fault(400, where + first["msg"], param=param).response()
 
 
 async def on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = {404: "there is no such route", 405: "the route has no such method"}.get(error.status_code, error.detail)
+    unknown = {404: "there is no such route; /openapi.json lists them", 405: "the route has no such method"}
+    message = unknown.get(error.status_code, error.detail)
     return Fault(error.status_code, message, headers=dict(error.headers or {})).response()

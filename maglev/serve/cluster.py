@@ -1,10 +1,12 @@
 """The same app as a Ray Serve deployment: replicas behind one address, on one machine or on a Ray cluster.
 
 Every replica loads the run and keeps sessions in the same folder, so that a session is found wherever a request lands.
-On several machines that folder, and the run, have to be on storage that they share.
+On several machines that folder, and the run, have to be on storage that they share. Requests with the same header
+`x-session-id` go to the same replica, which has the states of their prompts in memory.
 """
 
 import logging
+import random
 import signal
 import threading
 from collections.abc import Callable
@@ -13,6 +15,8 @@ from pathlib import Path
 
 import ray
 from ray import serve
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+from ray.serve.request_router import PendingRequest, RunningReplica
 from starlette.types import ASGIApp
 
 from maglev.ops.matrix import WeightFormat
@@ -35,6 +39,18 @@ class Replica:
     device: str
     weights: WeightFormat
     created: int
+
+
+class Router(ConsistentHashRouter):
+    """A session by its hash; a request that names none by who is less busy, as Ray does it elsewhere."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None or pending_request.metadata.session_id or len(candidate_replicas) < 2:
+            return await super().choose_replicas(candidate_replicas, pending_request)
+        pending_request.routing_context.should_backoff = True
+        return [random.sample(candidate_replicas, 2)]
 
 
 def deployment(replica: Replica, count: int) -> serve.Application:
@@ -62,6 +78,7 @@ def deployment(replica: Replica, count: int) -> serve.Application:
         num_replicas=count,
         # a replica refuses by itself what is too much for it
         max_ongoing_requests=replica.limits.slots + replica.limits.queue + 100,
+        request_router_config={"request_router_class": Router},
         ray_actor_options={"num_gpus": 1} if on_gpu else {"num_cpus": 1},
     )
     return deploy(serve.ingress(app)()).bind()

@@ -92,7 +92,8 @@ class Exchange:
             if isinstance(event, Fault):
                 raise event
             if isinstance(event, PromptRead):
-                self.usage.cached += event.cached
+                # BOS, with which all that is cached begins, is no token of the prompt
+                self.usage.cached += max(0, event.cached - 1)
                 for part in self.echoes(event):
                     yield part, None
                 continue

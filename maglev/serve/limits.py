@@ -18,7 +18,7 @@ class Limits:
     choices: int = 16
     # from the end of the request's body to the last token
     seconds: float = 300.0
-    # for the body to arrive, and for a client that reads slowly to take the rest
+    # for the head to arrive, for the body after it, and for a client that reads slowly to take the rest
     transfer_seconds: float = 30.0
     session_count: int = 256
     session_days: float = 30.0

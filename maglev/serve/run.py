@@ -1,12 +1,17 @@
 """The app under uvicorn."""
 
+import asyncio
 import logging
 import socket as sockets
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from maglev.errors import RequestError, WorkError
 from maglev.inference.engine import LanguageModel
@@ -18,6 +23,8 @@ from maglev.serve.limits import Limits
 # connections, far above what is served at a time: each costs little, and there must be an end
 CONNECTIONS = 4096
 SHUTDOWN_SECONDS = 10
+# longer than clients and proxies keep an idle connection: whoever closes first must not be the one that is asked
+IDLE_SECONDS = 75
 
 
 def listen(host: str, port: int) -> sockets.socket:
@@ -64,10 +71,11 @@ def run_server(
         log_config=None,
         access_log=False,
         # whatever else is installed: these are tested
-        http="h11",
+        http=partial(Connection, seconds=limits.transfer_seconds),  # type: ignore[arg-type]
         loop="asyncio",
         server_header=False,
         limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         ws="none",
     )
@@ -81,6 +89,39 @@ def run_server(
         server.run(sockets=[socket])
     if not server.started:
         raise WorkError("the server could not start; what stopped it stands above")
+
+
+class Connection(H11Protocol):
+    """A client has `seconds` for the head of a request, however slowly it comes; uvicorn itself waits without end."""
+
+    def __init__(self, *args: Any, seconds: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seconds = seconds
+        self.head: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.forget()
+
+    def watch(self) -> None:
+        """Before a head is whole, the time runs from its first byte, and from the beginning of the connection."""
+        if self.conn.their_state is not h11.IDLE:
+            self.forget()
+        elif self.head is None:
+            self.head = self.loop.call_later(self.seconds, self.timeout_keep_alive_handler)
+
+    def forget(self) -> None:
+        if self.head is not None:
+            self.head.cancel()
+            self.head = None
 
 
 class Announcing(uvicorn.Server):

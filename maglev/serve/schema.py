@@ -2,10 +2,17 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from maglev.serve.sessions import SESSION_NAME
 
+
+def whole(value: Any) -> Any:
+    """Some clients write 1 as 1.0, which is an integer in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(whole)
 Ids = list[Annotated[int, Field(ge=0)]]
 Name = Annotated[str, Field(pattern=SESSION_NAME, description="Letters, digits, - and _.")]
 SEED_MAX = (1 << 63) - 1
@@ -24,30 +31,37 @@ class StreamOptions(Body):
 class CompletionRequest(Body):
     model: str
     prompt: str | list[str] | Ids | list[Ids] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1), WHOLE] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     echo: bool | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    seed: Annotated[int, Field(ge=-SEED_MAX - 1, le=SEED_MAX)] | None = None
+    seed: Annotated[int, Field(ge=-SEED_MAX - 1, le=SEED_MAX), WHOLE] | None = None
     user: str | None = None
     # of OpenAI's, accepted where they ask for nothing
-    best_of: int | None = None
+    best_of: Annotated[int, WHOLE] | None = None
     suffix: str | None = None
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # beyond OpenAI's: the limits that `maglev generate` knows, and states by name
-    top_k: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1 << 31), WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     memory: Annotated[bool | None, Field(description="Tell memory change and memory gate of each token.")] = None
     session: Annotated[Name | None, Field(description="Go on from this state.")] = None
     save_as: Annotated[Name | None, Field(description="Keep the state after the text under this name.")] = None
+
+
+# for those that may be one of several things
+GIVE = {
+    "prompt": "give a text, a list of token ids, or a list of either",
+    "stop": "give a text or a list of at most 16",
+}
 
 
 class ForkRequest(Body):

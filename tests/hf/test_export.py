@@ -200,6 +200,32 @@ def test_wrong_requests_end_in_one_line(
     assert "has no tokenizer.json" in line(bare, out, "--format", "run")
 
 
+def test_weights_that_do_not_fit_are_refused_wherever_they_are_loaded(
+    exported: Train, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(exported("maglev-shared-0.1"), folder)
+    weights = folder / "model.safetensors"
+    whole, tensors, name = weights.read_bytes(), load_file(weights), "objective.decoder.readout.weight"
+    verbs = [["generate", str(folder)], ["eval", "bpb", str(folder), "--data", str(data), "--memory", "lifted"]]
+    told = "decoder.readout.weight is (299, 128) and the model has (300, 128)"
+    altered = {
+        told: {name: tensors[name][:-1].clone()},
+        "decoder.more is (1,)": {"objective.decoder.more": torch.ones(1)},
+    }
+    for words, changed in altered.items():
+        save_file(tensors | changed, weights, {"format": "pt"})
+        for verb in verbs:
+            assert main(verb) == 2
+            assert words in one_line(capsys)
+    weights.write_bytes((1 << 60).to_bytes(8, "little") + whole[8:])
+    for verb in verbs:
+        assert main(verb) == 1
+        assert "header too large" in one_line(capsys)
+    with pytest.raises(Exception, match="header too large"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
 def test_transformers_takes_no_pickle_either(exported: Train, tmp_path: Path) -> None:
     folder = tmp_path / "pickled"
     shutil.copytree(exported("swa-ssss"), folder)

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from maglev.errors import RequestError
@@ -77,6 +77,21 @@ def test_draws_follow_the_probabilities() -> None:
 )
 def test_only_the_tokens_that_a_limit_keeps_are_drawn(sampling: Sampling, kept: set[int]) -> None:
     assert set(drawn(sampling)) == kept
+
+
+@given(
+    temperature=st.floats(0, 100),
+    top_k=st.integers(0, 9),
+    top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0.01, 100),
+)
+@example(temperature=1.0, top_k=1, top_p=5e-324, min_p=0.0, repetition_penalty=1.0)
+@settings(deadline=None)
+def test_whatever_is_allowed_draws_a_token(**values: float) -> None:
+    """One row that could not would end all that are drawn with it."""
+    sampling = Sampling(**values)  # type: ignore[arg-type]
+    assert next_token(LOGITS, sampling, torch.Generator().manual_seed(0), [1, 2]) in range(4)
 
 
 def test_a_seed_gives_the_same_draws() -> None:

@@ -35,7 +35,7 @@ async def load(url: str, model: str, streams: int, seconds: float) -> dict[str, 
                 outcomes["429"] += 1
                 await asyncio.sleep(min(1.0, float(error.response.headers["retry-after"])))
             except Exception as error:
-                outcomes[f"{type(error).__name__}: {error}"[:200]] += 1
+                outcomes[f"{type(error).__name__}: {error.__cause__ or error!r}"[:200]] += 1
 
     began = time.monotonic()
     await asyncio.gather(*(one(number) for number in range(streams)))

@@ -21,6 +21,16 @@ def written(lm: LanguageModel, prompt: str = PROMPT, **options: object) -> str:
     return "".join(lm.generate(prompt, **options))  # type: ignore[arg-type]
 
 
+def test_an_idle_connection_is_closed_by_the_client() -> None:
+    """Else the server closes it just when it is used again, and the request is lost."""
+    from openai._constants import DEFAULT_CONNECTION_LIMITS
+
+    from maglev.serve.run import IDLE_SECONDS
+
+    assert DEFAULT_CONNECTION_LIMITS.keepalive_expiry is not None
+    assert 2 * DEFAULT_CONNECTION_LIMITS.keepalive_expiry < IDLE_SECONDS
+
+
 def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == NAME and model.object == "model" and model.created > 0
@@ -168,6 +178,27 @@ def test_negative_seeds_are_seeds(client: openai.OpenAI) -> None:
     assert len(texts) == 1
 
 
+def test_what_was_known_of_a_prompt_is_told(client: openai.OpenAI) -> None:
+    def usage(prompt: str | list[str]) -> tuple[int, int]:
+        found = client.completions.create(model=NAME, prompt=prompt, max_tokens=1).usage
+        assert found is not None and found.prompt_tokens_details is not None
+        return found.prompt_tokens_details.cached_tokens or 0, found.prompt_tokens
+
+    prompt = "Nobody has asked for this text yet"
+    cached, tokens = usage(prompt)
+    # one replica of several may know it and the other not
+    again = [usage([prompt, prompt]) for _ in range(4)]
+    assert cached == 0 and max(again) == (2 * tokens, 2 * tokens)
+
+
+def test_whole_numbers_may_have_a_point(server: Running) -> None:
+    """JSON has no other integers; a client's language may write them so."""
+    plain = server.text(prompt="a", max_tokens=3, seed=1, n=1, top_k=5)
+    assert server.text(prompt="a", max_tokens=3.0, seed=1.0, n=1.0, top_k=5.0) == plain
+    assert server.refused(400, prompt="a", max_tokens=1.5)["param"] == "max_tokens"
+    assert server.refused(400, prompt="a", n=True)["param"] == "n"
+
+
 def test_errors_are_those_of_openai(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="gpt-3.5-turbo-instruct", prompt="a")
@@ -181,7 +212,7 @@ def test_errors_are_those_of_openai(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as unsupported:
         client.completions.create(model=NAME, prompt="a", presence_penalty=1)
     assert unsupported.value.param == "presence_penalty"
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match=r"/openapi\.json"):
         client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "a"}])
 
 

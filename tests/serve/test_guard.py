@@ -118,13 +118,39 @@ def test_a_body_that_does_not_come_is_given_up(processes: Processes, run: Path, 
         assert status_of(server, head, wait=5) == 408
 
 
+def test_a_head_that_does_not_come_is_given_up(processes: Processes, run: Path, tmp_path: Path) -> None:
+    """However steadily it drips, and after a good request too."""
+    good = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving(processes, run, tmp_path, "--transfer-seconds", "0.5") as server:
+        for begun in (b"", good):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=0.1) as slow:
+                slow.sendall(begun)
+                assert not begun or slow.recv(4096).startswith(b"HTTP/1.1 200")
+                assert any(is_closed_after(slow, bytes([letter])) for letter in b"GET /health HTTP/1.1" * 5)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as silent:
+            assert silent.recv(1) == b""
+        assert server.ask("GET", "/health").status == 200
+
+
+def is_closed_after(connection: socket.socket, sent: bytes) -> bool:
+    try:
+        connection.sendall(sent)
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
 def test_what_one_request_may_ask_for(locked: Running) -> None:
     assert locked.refused(400, prompt="a", max_tokens=61)["param"] == "max_tokens"
     assert locked.refused(400, prompt="a", n=5)["param"] == "n"
     assert locked.refused(400, prompt=["a"] * 3, n=2)["param"] == "n"
     assert locked.refused(400, prompt=[5] * 51)["param"] == "prompt"
     assert locked.refused(400, prompt="a", logprobs=21)["param"] == "logprobs"
-    assert locked.refused(400, prompt="a", stop=["x"] * 17)["param"] == "stop"
+    assert locked.refused(400, prompt="a", stop=["x"] * 17)["message"] == "stop: give a text or a list of at most 16"
+    for prompt in (5, [-1], ["a", 1], [None], {}):
+        assert "a list of token ids" in locked.refused(400, prompt=prompt)["message"], prompt
     assert locked.refused(400, prompt="a", stop="x" * 257)["param"] == "stop"
 
 

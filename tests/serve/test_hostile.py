@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, settings, strategies
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
 from tests.processes import Processes, until
+from tests.results import keep_result
 from tests.serve.hostile import attack
-from tests.serve.results import keep_result
-from tests.serve.running import Running, serving
+from tests.serve.running import NAME, Running, serving
 
 ATTACKERS = 8
 
@@ -55,19 +55,49 @@ def test_hostile_requests(count: int, processes: Processes, run: Path, tmp_path:
         keep_result(repository, "serve-hostile", {"requests": count, "statuses": named, "grown_bytes": grown})
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.soak)])
-def test_requests_made_from_the_description(count: int, server: Running) -> None:
-    """Of every route and method, what its description allows and what it does not."""
-    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    found = 0
-    for operation in schema.get_all_operations():
+def described(server: Running, count: int) -> Counter[int]:
+    """Up to so many requests for every route and method: what its description allows and what it does not. Most have
+    the model's name and a session's, so that they get to the engine and to the disk."""
+    statuses: Counter[int] = Counter()
+    for operation in schemathesis.openapi.from_url(f"{server.url}/openapi.json").get_all_operations():
+        server.complete(prompt="a", max_tokens=1, save_as="kept")
 
         @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-        @given(case=operation.ok().as_strategy(generation_mode=GenerationMode.NEGATIVE) | operation.ok().as_strategy())
-        def check(case: schemathesis.Case) -> None:
-            nonlocal found
-            found += 1
-            case.call_and_validate(checks=[not_a_server_error])
+        @given(
+            operation.ok().as_strategy(generation_mode=GenerationMode.NEGATIVE) | operation.ok().as_strategy(),
+            strategies.sampled_from([True, True, True, False]),
+        )
+        def check(case: schemathesis.Case, known: bool) -> None:
+            if known:
+                name_what_is_there(case)
+            statuses[case.call_and_validate(checks=[not_a_server_error]).status_code] += 1
 
         check()
-    assert found >= 9 * count // 2
+    return statuses
+
+
+def name_what_is_there(case: schemathesis.Case) -> None:
+    names = {"model": NAME, "session": "kept", "name": "kept"}
+    for part in (case.body, case.path_parameters):
+        if isinstance(part, dict):
+            part.update({name: value for name, value in names.items() if part.get(name)})
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+def test_requests_made_from_the_description(
+    count: int, processes: Processes, run: Path, tmp_path: Path, repository: Path
+) -> None:
+    with serving(processes, run, tmp_path / "sessions", "--max-tokens", "40") as server:
+        expected = good_answers(server)
+        statuses = described(server, 5)
+        before = server.resident
+        statuses += described(server, count)
+        until(server.idle)
+        assert good_answers(server) == expected
+        grown = server.resident - before
+    requests = sum(statuses.values())
+    assert requests >= 9 * count // 2 and statuses[200] and statuses[400], statuses
+    assert grown < 64 << 20, f"{grown:,} bytes more"
+    if count == 1000:
+        named = {str(status): number for status, number in statuses.items()}
+        keep_result(repository, "serve-described", {"requests": requests, "statuses": named, "grown_bytes": grown})

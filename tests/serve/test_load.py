@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.processes import Processes, until
-from tests.serve.results import keep_result
+from tests.results import keep_result
 from tests.serve.running import NAME, Running, serving
 
 # what a server may grow by after it has been at full load once

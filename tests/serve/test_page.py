@@ -38,10 +38,10 @@ def styles(browser: Browser, name: str) -> list[float]:
     return browser.value(f"{tokens}.map(token => Number(token.style.getPropertyValue('{name}')))")
 
 
-def opened(browser: Browser, server: Running, size: str) -> None:
+def opened(browser: Browser, server: Running, size: str, url: str = "") -> None:
     browser.complaints.clear()
     browser.size(*SIZES[size])
-    browser.open(server.url)
+    browser.open(url or server.url)
     browser.until(f"document.getElementById('model')?.textContent === '{NAME}'")
     browser.until("document.getElementById('sessions').options.length > 0")
 
@@ -87,6 +87,18 @@ def test_a_text_is_written_stopped_continued_and_forked(
     assert {name, forked} <= sessions
     browser.screenshot(tmp_path / f"page-{size}.png")
     assert (tmp_path / f"page-{size}.png").stat().st_size > 10_000
+    assert browser.complaints == []
+
+
+def test_it_works_with_a_key(browser: Browser, processes: Processes, run: Path, tmp_path: Path) -> None:
+    key = "a-key-of-sixteen-characters-or-more"
+    with serving(processes, run, tmp_path, key=key) as server:
+        opened(browser, server, "desktop", f"http://anyone:{key}@127.0.0.1:{server.port}/")
+        set_value(browser, "temperature", 0)
+        set_value(browser, "length", 5)
+        browser.value("write()")
+        browser.until(f"{enabled('fork')} && {enabled('write')}")
+        assert browser.value("now.written") == 5
     assert browser.complaints == []
 
 

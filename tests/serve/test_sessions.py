@@ -15,7 +15,7 @@ from maglev.inference.engine import LanguageModel
 from maglev.serve.faults import Fault
 from maglev.serve.sessions import DAY, LEFTOVER_SECONDS, Sessions
 from tests.processes import Processes
-from tests.serve.results import keep_result
+from tests.results import keep_result
 from tests.serve.running import Running, serving, start
 from tests.small_runs import Train, flip_byte
 
