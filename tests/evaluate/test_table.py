@@ -13,6 +13,7 @@ import pytest
 from maglev.__main__ import main
 from maglev.evaluate import table_formats
 from maglev.evaluate.paper_tasks import TASKS
+from maglev.evaluate.recall_results import draw_recall
 from maglev.evaluate.results import save_result
 from maglev.evaluate.table import ACCURACIES, AVERAGE, FINEWEB, LABELS, OURS, PERPLEXITY, PUBLISHED, make_table
 from maglev.evaluate.table_facts import collect, save_facts
@@ -182,7 +183,7 @@ def recall_rows(recipe: str, seed: int = 0) -> list[dict[str, Any]]:
 
 def test_runs_of_recall_alone_are_drawn_and_change_no_line(runs: list[Path], tmp_path: Path) -> None:
     """Be it a folder, which has other settings than those of text, or the file of many."""
-    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra 'report' of maglev")
+    Figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib, the extra 'report' of maglev").Figure
     recalled = make_run(tmp_path / "recall", "maglev-shared-0.1", steps=7)
     save_result(
         recalled, "recall-pairs-4-64", {"recipe": "maglev-shared-0.1", "rows": recall_rows("maglev-shared-0.1")}
@@ -193,6 +194,11 @@ def test_runs_of_recall_alone_are_drawn_and_change_no_line(runs: list[Path], tmp
     assert make_table(facts) == make_table(collect(runs))
     drawn = draw_figures(tmp_path / "figures", facts, make_table(facts), ".png")
     assert "recall.png" in [path.name for path in drawn]
+    # a legend of many curves stands beside them
+    for recipes, inside in ((["swa-ssss"], True), ([*LABELS][:9], False)):
+        figure = Figure()
+        draw_recall(figure, [row for recipe in recipes for row in recall_rows(recipe)])
+        assert (figure.axes[0].get_legend() is not None, len(figure.legends)) == (inside, not inside)
     kept = tmp_path / "kept.json"
     save_facts(kept, facts)
     assert collect([kept]) == facts
