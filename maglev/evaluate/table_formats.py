@@ -4,7 +4,8 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 
-from maglev.evaluate.table import COSTS, OURS, PAPER, Cell, Column, Line, PaperTable
+from maglev.evaluate.paper_tasks import TASKS
+from maglev.evaluate.table import ACCURACIES, COSTS, OURS, PAPER, Cell, Column, Line, PaperTable
 
 HEADINGS = ("model", "numbers", "memory", "seeds")
 NOTE = (
@@ -16,7 +17,15 @@ DIFFERENCES, COST = "Difference to SWA", "What a run of ours took"
 
 
 def note(table: PaperTable) -> str:
-    return NOTE + (PAPERS_NOTE if any(line.origin == PAPER for line in table.lines) else "")
+    return NOTE + chances(table) + (PAPERS_NOTE if any(line.origin == PAPER for line in table.lines) else "")
+
+
+def chances(table: PaperTable) -> str:
+    """What a guess would get, for small models are near it."""
+    by_task = {column.key: (column, task.chance) for column, task in zip(ACCURACIES, TASKS, strict=True)}
+    known = [by_task[column.key] for column in table.columns if column.key in by_task]
+    shown = ", ".join(f"{column.title} {column.scale * chance:.{column.digits}f}" for column, chance in known)
+    return f" By chance: {shown}." if known else ""
 
 
 def number(cell: Cell | None, column: Column) -> str:

@@ -129,6 +129,7 @@ def test_formats_say_the_same(runs: list[Path]) -> None:
     row = next(line for line in markdown.splitlines() if line.startswith("| Maglev (λ=0.1) | ours | recurrent | 2 |"))
     assert "**1.2700 ± 0.0141**" in row and row.count("|") == head.count("|")
     assert "-0.0400" in markdown and "-0.0118" in markdown
+    assert "By chance: LMD 0.0, PIQA 50.0, Hella 25.0," in markdown and "SIQA 33.3, BoolQ 50.0." in markdown
     text = table_formats.as_text(table)
     assert "1.2700 ± 0.0141*" in text and len({line.index("memory") for line in text.splitlines() if "memory " in line})
     rows = list(csv.DictReader(io.StringIO(table_formats.as_csv(table))))
