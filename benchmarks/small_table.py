@@ -14,6 +14,7 @@ table` makes table and figures of that. A row that fails is told and does not st
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from maglev.__main__ import main as verbs
 from maglev.bench.clock import machine_facts
 from maglev.bench.jobs import Job, work_through
 from maglev.bench.lines import Lines
+from maglev.cli.output import finite
 from maglev.config import RunConfig
 from maglev.data.loader import Loader
 from maglev.data.shards import open_data
@@ -182,6 +184,8 @@ def peer_facts(config: RunConfig, trainer: peers.PeerTrainer, bpb: list[Facts]) 
 
 def rows(arguments: argparse.Namespace) -> int:
     check_inputs(arguments, [words.split()[0] for words in arguments.rows])
+    if arguments.out.exists():
+        load_facts(arguments.out)
     with tempfile.TemporaryDirectory() as folder:
         logs = arguments.keep or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
@@ -216,9 +220,14 @@ def add_row(found: dict[str, Any], out: Path, at_a_time: int = 1) -> None:
     if "error" in found:
         print(f"{found['row']}: {found['error']}, {found['seconds']} s", flush=True)
         return
-    facts = {key: value for key, value in found.items() if key not in ("row", "status", "seconds")}
+    # a diverged run has no numbers, and is a row all the same
+    facts = finite({key: value for key, value in found.items() if key not in ("row", "status", "seconds")})
     put_run(out, facts | {"row_seconds": found["seconds"], "rows_at_a_time": at_a_time})
-    shown = ", ".join(f"{each['data']} {each['memory']} {each['bpb_' + each['memory']]:.4f}" for each in found["bpb"])
+    shown = ", ".join(
+        f"{each['data']} {each['memory']} {math.nan if value is None else value:.4f}"
+        for each in facts["bpb"]
+        for value in [each[f"bpb_{each['memory']}"]]
+    )
     rate = f"{found['tokens_per_second']:,.0f} tokens/s" if found["tokens_per_second"] else ""
     print(f"{found['row']}: {shown}; {rate}, {found['seconds']} s", flush=True)
 

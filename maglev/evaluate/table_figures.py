@@ -1,5 +1,6 @@
 """The table's figures, as files: what training did, and what quality costs. What was not measured is not drawn."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -64,7 +65,10 @@ def draw_training(figure: "Figure", runs: Sequence[Facts]) -> None:
     ):
         for label, run in shown:
             pairs = zip(run["training"]["step"], run["training"][key], strict=True)
-            x, y = zip(*[(step, value) for step, value in pairs if value is not None], strict=True)
+            known = [(step, value) for step, value in pairs if value is not None]
+            if not known:
+                continue
+            x, y = zip(*known, strict=True)
             colour = palette[run["recipe"]]
             place.plot(x, y, color=colour, alpha=0.3, linewidth=0.7)
             place.plot(x, running_average(y), color=colour, linewidth=LINE, label=label)
@@ -120,7 +124,10 @@ def mean_curve(group: Sequence[Facts], text: str, source: str) -> tuple[list[flo
 def curve_of(result: dict[str, Any]) -> tuple[list[float], list[float]]:
     """Middles of positions and their bits per byte."""
     parts = result["by_position"]
-    return [(part["first"] + part["last"]) / 2 for part in parts], [part[f"bpb_{result['memory']}"] for part in parts]
+    values = [part[f"bpb_{result['memory']}"] for part in parts]
+    # what is no number stands in JSON as null
+    known = [math.nan if value is None else value for value in values]
+    return [(part["first"] + part["last"]) / 2 for part in parts], known
 
 
 def draw_cost(figure: "Figure", table: PaperTable, column: Column) -> None:

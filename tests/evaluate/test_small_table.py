@@ -13,6 +13,7 @@ import torch
 
 from maglev.__main__ import main
 from maglev.evaluate.requests import Request, RequestFile, save_requests
+from maglev.evaluate.table_facts import KEYS
 from maglev.model.accounting import describe
 from maglev.recipes import run_config
 from tests.evaluate.task_files import ITEMS
@@ -141,6 +142,20 @@ def test_what_a_row_needs_is_looked_for_before_it_is_trained(
             assert script.main([verb, *words]) == 2
             out, err = capsys.readouterr()
             assert not out and line in err and err.count("\n") == 1
+
+
+def test_a_diverged_row_is_kept_and_a_foreign_file_is_not_written_to(
+    script: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "small.json"
+    facts = dict.fromkeys(KEYS, 0) | {"run": "mamba-2-0", "tokens": 9, "tokens_per_second": None, "seconds": 1.0}
+    bpb = [{"data": "text", "memory": "recurrent", "bpb_recurrent": float("nan")}]
+    script.add_row(facts | {"row": "mamba-2, seed 0", "status": 0, "bpb": bpb}, out)
+    assert "text recurrent nan" in capsys.readouterr().out
+    assert json.loads(out.read_text())["runs"][0]["bpb"][0]["bpb_recurrent"] is None
+    out.write_text("{}")
+    assert script.main(["rows", "swa-ssss", *toy(data, "--out", out)]) == 2
+    assert "is no file of table facts" in capsys.readouterr().err
 
 
 def test_a_row_is_started_with_its_own_options_last(script: ModuleType, tmp_path: Path) -> None:

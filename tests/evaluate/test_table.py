@@ -220,6 +220,22 @@ def test_every_row_has_a_curve_by_position_and_its_difference_to_swa(runs: list[
     assert found == pytest.approx([0, -0.02, -0.04, 1.245 - 1.31])
 
 
+def test_a_diverged_run_has_a_line_where_it_has_numbers(runs: list[Path], tmp_path: Path) -> None:
+    """Its recurrent numbers are null, by position and in all, and so are its losses."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra 'report' of maglev")
+    run = make_run(tmp_path, "maglev-separate-1", recurrent=9.0, lifted=1.25)
+    path = run / "eval" / "bpb-fineweb-recurrent.json"
+    path.write_text(path.read_text().replace("9.0", "null"))
+    metrics = [
+        json.loads(line) | {"consistency_loss": None} for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    facts = collect([*runs, run])
+    table = make_table(facts, paper=False)
+    assert [line.memory for line in table.lines if line.recipe == "maglev-separate-1"] == ["lifted"]
+    assert len(draw_figures(tmp_path / "figures", facts, table, ".png")) == 3
+
+
 def test_the_verb_writes_tables_and_figures_and_keeps_what_they_are_made_of(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
