@@ -14,9 +14,11 @@ table` makes table and figures of that. A row that fails is told and does not st
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -35,6 +37,7 @@ from maglev.__main__ import main as verbs
 from maglev.bench.clock import machine_facts
 from maglev.bench.jobs import Job, work_through
 from maglev.bench.lines import Lines
+from maglev.cli.output import finite
 from maglev.config import RunConfig
 from maglev.data.loader import Loader
 from maglev.data.shards import open_data
@@ -44,7 +47,7 @@ from maglev.evaluate.requests import load_requests, save_scores
 from maglev.evaluate.scoring import PassScorer
 from maglev.evaluate.table_facts import TRAINING, Facts, facts_of, load_facts, save_facts, training_of, without_places
 from maglev.model.accounting import prefiller_parameters
-from maglev.recipes import run_config
+from maglev.recipes import RECIPES, run_config
 from maglev.runs import read_config, read_metrics
 from maglev.settings import setting_values
 from maglev.train.distributed import Ranks, resolve_device
@@ -59,6 +62,7 @@ STEPPED_ROWS, PASSED_ROWS = 1024, 64
 def row(arguments: argparse.Namespace) -> int:
     """One row, in this process."""
     name = arguments.name or f"{arguments.model}-{arguments.seed}"
+    check_inputs(arguments, [arguments.model])
     device = resolve_device(arguments.device, setting="--device")
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         run = (arguments.keep or Path(folder)) / name
@@ -69,11 +73,27 @@ def row(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def check_inputs(arguments: argparse.Namespace, models: Sequence[str]) -> None:
+    """All that is read after training, before it: minutes of it must not end in a missing file."""
+    for model in models:
+        if model not in RECIPES and model not in peers.PEERS:
+            raise RequestError(f"no recipe or peer {model!r}; known: {', '.join([*RECIPES, *peers.PEERS])}")
+    tokenizer = open_data(arguments.data).tokenizer.fingerprint
+    found = {text: open_data(text).tokenizer.fingerprint for text in arguments.text}
+    if arguments.requests:
+        found[arguments.requests] = load_requests(arguments.requests).tokenizer
+    for place, fingerprint in found.items():
+        if fingerprint != tokenizer:
+            raise RequestError(f"{place} was made with another tokenizer than {arguments.data}; make it with that one")
+
+
 def measure_recipe(arguments: argparse.Namespace, run: Path, device: torch.device) -> tuple[RunConfig, Facts]:
     """By the verbs, so that what is measured is what a user gets."""
     settings = settings_for(arguments) | {"train.device": device}
     given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    verb("train", arguments.model, "--data", arguments.data, "--out", run, "--depth", arguments.depth, *given)
+    # what --keep holds of an earlier try is gone on with
+    words = ["--data", arguments.data, "--out", run, "--depth", arguments.depth, "--resume"]
+    verb("train", arguments.model, *words, *given)
     config = read_config(run)
     for text in (arguments.data, *arguments.text):
         for source in sources(config):
@@ -163,6 +183,9 @@ def peer_facts(config: RunConfig, trainer: peers.PeerTrainer, bpb: list[Facts]) 
 
 
 def rows(arguments: argparse.Namespace) -> int:
+    check_inputs(arguments, [words.split()[0] for words in arguments.rows])
+    if arguments.out.exists():
+        load_facts(arguments.out)
     with tempfile.TemporaryDirectory() as folder:
         logs = arguments.keep or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
@@ -172,7 +195,7 @@ def rows(arguments: argparse.Namespace) -> int:
             max(1, arguments.jobs),
             stagger=arguments.stagger,
             limit=arguments.limit,
-            ended=partial(add_row, out=arguments.out),
+            ended=partial(add_row, out=arguments.out, at_a_time=arguments.jobs),
         )
     told = [{key: found[key] for key in ("row", "status", "seconds", "error") if key in found} for found in results]
     print(json.dumps({"rows": told, "out": str(arguments.out)}))
@@ -192,12 +215,19 @@ def job_of(words: str, seed: int, arguments: argparse.Namespace, logs: Path) -> 
     return Job({"row": f"{words}, seed {seed}"}, [*command, *own], logs / name)
 
 
-def add_row(found: dict[str, Any], out: Path) -> None:
+def add_row(found: dict[str, Any], out: Path, at_a_time: int = 1) -> None:
+    """With what the row took from start to end; rows that run beside it make it slower."""
     if "error" in found:
         print(f"{found['row']}: {found['error']}, {found['seconds']} s", flush=True)
         return
-    put_run(out, {key: value for key, value in found.items() if key not in ("row", "status", "seconds")})
-    shown = ", ".join(f"{each['data']} {each['memory']} {each['bpb_' + each['memory']]:.4f}" for each in found["bpb"])
+    # a diverged run has no numbers, and is a row all the same
+    facts = finite({key: value for key, value in found.items() if key not in ("row", "status", "seconds")})
+    put_run(out, facts | {"row_seconds": found["seconds"], "rows_at_a_time": at_a_time})
+    shown = ", ".join(
+        f"{each['data']} {each['memory']} {math.nan if value is None else value:.4f}"
+        for each in facts["bpb"]
+        for value in [each[f"bpb_{each['memory']}"]]
+    )
     rate = f"{found['tokens_per_second']:,.0f} tokens/s" if found["tokens_per_second"] else ""
     print(f"{found['row']}: {shown}; {rate}, {found['seconds']} s", flush=True)
 

@@ -10,7 +10,9 @@ from types import ModuleType
 
 import pytest
 
+from maglev.evaluate.table_facts import collect, save_facts
 from tests.documents import REPOSITORY, options_exist, target_exists
+from tests.evaluate.test_table import make_run
 from tests.scripts import load_script
 
 pytest.importorskip("mkdocs", reason="needs mkdocs (the extra docs)")
@@ -97,6 +99,18 @@ def test_recall_is_shown_by_distance(results: ModuleType) -> None:
     head, _, lifted, recurrent = results.recall({"rows": rows}).splitlines()
     assert head.endswith("| seeds | memory | 0-1 | 1-2 |")
     assert lifted.endswith("| 1 | lifted | 1.00 |  |") and recurrent.endswith("| 2 | recurrent | 0.60 | 0.25 |")
+
+
+def test_a_small_table_is_shown_as_the_verb_writes_it(
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [make_run(tmp_path, "swa-ssss", seed, recurrent=1.3 + seed / 100) for seed in (0, 1)]
+    facts = [run | {"machine": {"device": "a GPU", "dtype": "bfloat16", "torch": "2.11"}} for run in collect(runs)]
+    save_facts(tmp_path / "small-table.json", facts)
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    shown = results.expanded("<!-- results: table -->")
+    assert "| SWA (SSSS) | ours | recurrent | 2 | 1.3050 ± 0.0071 |" in shown
+    assert "small-table.json): a GPU, bfloat16, torch 2.11; `python benchmarks/small_table.py`." in shown
 
 
 def test_every_command_that_made_results_exists(results: ModuleType) -> None:

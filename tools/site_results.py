@@ -41,6 +41,14 @@ def text(content: Content) -> str:
     return table(["recipe", "seed", "tokens", *sources], rows)
 
 
+def paper_table(content: Content) -> str:
+    """As `maglev table --no-paper` writes it."""
+    from maglev.evaluate.table import make_table
+    from maglev.evaluate.table_formats import as_markdown
+
+    return as_markdown(make_table(content["runs"], paper=False))
+
+
 def recall(content: Content) -> str:
     """Accuracy by distance, a row per recipe, settings and memory source: the mean over seeds."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
@@ -165,6 +173,10 @@ def named(name: str) -> Callable[[str, Content], bool]:
     return lambda stem, content: content.get("benchmark") == name
 
 
+def is_table(stem: str, content: Content) -> bool:
+    return content.get("format") == "maglev-table-1"
+
+
 KINDS = {
     "train": Kind(train, "maglev bench train", named("train")),
     "decode": Kind(decode, "maglev bench decode", named("decode")),
@@ -178,6 +190,11 @@ KINDS = {
     "ray": Kind(ray, "make soak", lambda stem, content: stem == "serve-ray"),
     "oldest": Kind(oldest, "make soak", lambda stem, content: stem == "hf-oldest"),
     "recall": Kind(recall, "python benchmarks/recall.py", lambda stem, content: stem.startswith("recall")),
+    "table": Kind(
+        paper_table,
+        "python benchmarks/small_table.py",
+        is_table,
+    ),
     "text": Kind(text, "python benchmarks/text.py", lambda stem, content: stem.startswith("text")),
 }
 
@@ -192,6 +209,8 @@ def found() -> list[tuple[Path, Content, str]]:
 def machine(content: Content) -> str:
     """Where it was measured, as far as the file says."""
     on = content.get("machine")
+    if is_table("", content):
+        content = next((run["machine"] for run in content["runs"] if "machine" in run), {})
     facts = [content.get("device"), content.get("dtype"), content.get("torch") and f"torch {content['torch']}"]
     if isinstance(on, dict):
         facts = [f"{on['cpus']} CPUs", f"torch {on['torch']}"]

@@ -27,6 +27,12 @@ def prepare(
         typer.Option("--validation", help="Source for validation; without it, 1% of the documents by hash."),
     ] = None,
     column: Annotated[str, typer.Option("--column", help="Column or field that holds the text.")] = "text",
+    train_tokens: Annotated[
+        int | None, typer.Option("--train-tokens", help="Read no further than this many tokens to train on.")
+    ] = None,
+    validation_tokens: Annotated[
+        int | None, typer.Option("--validation-tokens", help="Keep no more than this many for validation.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what --out holds.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -42,6 +48,8 @@ def prepare(
             tokenizer=tokenizer,
             validation=validation,
             column=column,
+            train_tokens=train_tokens,
+            validation_tokens=validation_tokens,
             overwrite=overwrite,
             progress=meter.update,
         )

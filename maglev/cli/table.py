@@ -12,7 +12,10 @@ from maglev.errors import RequestError
 
 def table(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders with results, or a file that --save wrote.")
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Run folders with results, files that --save wrote, or recall's --results."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where tables and figures go.")] = Path("table"),
     memory: Annotated[
@@ -54,7 +57,8 @@ def table(
     drawn = draw_figures(out, facts, found) if figures else []
     lines = [
         {"model": line.model, "recipe": line.recipe, "numbers": line.origin, "memory": line.memory}
-        | {"seeds": list(line.seeds), "cells": {key: vars(cell) for key, cell in line.cells.items()}}
+        | {"passes": line.passes, "seeds": list(line.seeds), "costs": line.costs}
+        | {"cells": {key: vars(cell) for key, cell in line.cells.items()}}
         for line in found.lines
     ]
     written = [str(out / name) for name in texts] + [str(path) for path in drawn]

@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -138,8 +138,10 @@ def setting_for(
     run: Path, names: str, data: Path | None, limit: int | None, fewshot: int | None, max_length: int | None
 ) -> "TaskSetting":
     from maglev.evaluate.harness import TaskSetting, task_names
-    from maglev.runs import read_config
+    from maglev.runs import CONFIG, TOKENIZER, read_config
 
+    if max_length is None and (run / TOKENIZER).is_file() and not (run / CONFIG).is_file():
+        raise RequestError(f"{run} is no run and so has no context of its own; add --max-length")
     length = read_config(run).model.context if max_length is None else max_length or None
     place = None if data is None else str(data)
     if data is not None and not data.is_dir():
@@ -221,11 +223,17 @@ def aggregate(run: Path | None, scores: Path, data: Path | None) -> dict[str, An
 
     found = load_scores(scores)
     kept = dict(found.setting)
-    built_for, cut = kept.pop("run"), kept.pop("cut")
+    try:
+        built_for, cut = kept.pop("run"), kept.pop("cut")
+        setting = TaskSetting(**kept | {"tasks": tuple(kept["tasks"])})
+        for fact in ("recipe", "step", "memory", "passes", "weights", "dtype"):
+            found.model[fact]
+    except (KeyError, TypeError) as error:
+        raise RequestError(
+            f"{scores} does not say what was asked of whom ({error}); make it again with 'maglev eval score'"
+        ) from None
     folder = Path(built_for) if run is None else run
-    if data is not None:
-        kept["data"] = str(data)
-    setting = TaskSetting(**kept | {"tasks": tuple(kept["tasks"])})
+    setting = setting if data is None else replace(setting, data=str(data))
     tokenizer = run_tokenizer(folder)
     replay = Replay(found)
     with tempfile.TemporaryDirectory() as work:

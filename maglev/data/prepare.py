@@ -38,13 +38,23 @@ def prepare(
     column: str = "text",
     shard_tokens: int = SHARD_TOKENS,
     sample_bytes: int = SAMPLE_BYTES,
+    train_tokens: int | None = None,
+    validation_tokens: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Make the data folder `out` and answer with a summary that can go to JSON as it is."""
+    """Make the data folder `out` and answer with a summary that can go to JSON as it is.
+
+    Of `train_tokens` and `validation_tokens` a split has no more than its last document brings; what comes after is not
+    read, or left out.
+    """
     started = time.monotonic()
     report = progress or (lambda stage, done, total: None)
     folder = Path(out).resolve()
+    limits = {"train": train_tokens, "validation": validation_tokens}
+    for split, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise RequestError(f"--{split}-tokens is {limit}; it must be at least 1")
     if tokenizer is None:
         check_vocab_size(vocab_size)
     given = Tokenizer.load(tokenizer) if tokenizer else None
@@ -56,13 +66,14 @@ def prepare(
     trained = given or Tokenizer.train(_sample(training, held_out, sample_bytes, report), vocab_size)
     try:
         with _new_folder(folder) as temporary:
-            writers = {name: SplitWriter(temporary, name, trained, shard_tokens) for name in ("train", "validation")}
-            _encode(held_out.divide(_read(training)), trained, writers, "train", _total(training), report)
+            writers = {name: SplitWriter(temporary, name, trained, shard_tokens, limits[name]) for name in limits}
+            divided = held_out.divide(_read(training))
+            _encode(divided, trained, writers, "train", held_out, _total(training), report)
             for source in held_back:
                 documents = (
                     Document("validation", text, consumed) for _, text, consumed in held_out.divide(source.read())
                 )
-                _encode(documents, trained, writers, "validation", source.size, report)
+                _encode(documents, trained, writers, "validation", held_out, source.size, report)
             index = index_of(trained, {name: writer.finish() for name, writer in writers.items()})
             trained.save(temporary / TOKENIZER)
             write_json(temporary / INDEX, index)
@@ -129,14 +140,28 @@ def _encode(
     tokenizer: Tokenizer,
     writers: dict[str, SplitWriter],
     stage: str,
+    held_out: HeldOut,
     total: int | None,
     report: Progress,
 ) -> None:
     for batch in _batches(documents):
-        ids = tokenizer.encode_batch([document.text for document in batch])
-        for document, document_ids in zip(batch, ids, strict=True):
-            writers[document.split].add(document_ids, len(document.text.encode()))
+        wanted = [document for document in batch if not writers[document.split].is_full]
+        ids = tokenizer.encode_batch([document.text for document in wanted])
+        for document, document_ids in zip(wanted, ids, strict=True):
+            writer = writers[document.split]
+            if not writer.is_full:
+                writer.add(document_ids, len(document.text.encode()))
         report(stage, batch[-1].consumed, total)
+        if writers[stage].is_full and _is_enough(writers, stage, held_out):
+            break
+
+
+def _is_enough(writers: dict[str, SplitWriter], stage: str, held_out: HeldOut) -> bool:
+    """The split is full, and so is the share that is held out of it; without a limit of its own that has a document."""
+    share = writers["validation"]
+    return (
+        stage != "train" or isinstance(held_out, Nothing) or share.is_full or (share.limit is None and share.total > 0)
+    )
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

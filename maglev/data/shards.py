@@ -141,16 +141,28 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class SplitWriter:
-    """Collects the documents of one split and writes a shard whenever enough tokens are there."""
+    """Collects the documents of one split and writes a shard whenever enough tokens are there; full at its limit."""
 
-    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        tokenizer: Tokenizer,
+        shard_tokens: int = SHARD_TOKENS,
+        limit: int | None = None,
+    ) -> None:
         self.folder = folder
         self.name = name
         self.bos_id = tokenizer.bos_id
         self.dtype = token_dtype(tokenizer.vocab_size)
         self.shard_tokens = shard_tokens
         self.shards: list[dict[str, Any]] = []
+        self.limit, self.total = limit, 0
         self._start_shard()
+
+    @property
+    def is_full(self) -> bool:
+        return self.limit is not None and self.total >= self.limit
 
     def _start_shard(self) -> None:
         self._documents: list[np.ndarray] = []
@@ -164,6 +176,7 @@ class SplitWriter:
             self._write_shard()
         self._documents.append(document)
         self._tokens += len(document)
+        self.total += len(document)
         self._bytes += text_bytes
 
     def finish(self) -> list[dict[str, Any]]:

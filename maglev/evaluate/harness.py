@@ -19,6 +19,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
 
 from maglev.data.tokenizer import Tokenizer
 from maglev.errors import RequestError, WorkError
@@ -96,7 +97,8 @@ class HarnessLM(TemplateLM):
                 "leave --requests, --scores and --memory away"
             )
         texts = []
-        for prompt, options in (request.args for request in requests):
+        shown = tqdm(requests, desc="texts written", file=sys.stderr, disable=None)
+        for prompt, options in (request.args for request in shown):
             chosen = normalize_gen_kwargs(options)
             sampling = Sampling(chosen["temperature"], chosen.get("top_k", 0), chosen.get("top_p", 1.0))
             stop = [text for text in chosen["until"] if text]

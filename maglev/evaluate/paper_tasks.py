@@ -14,6 +14,7 @@ from maglev import files
 from maglev.errors import RequestError
 
 Row = dict[str, Any]
+Parts = tuple[list[Any], int, list[Any]]
 LETTERS = "ABCDEFGH"
 PREFIX, SUFFIX = "Question: ", "\nAnswer:"
 
@@ -34,7 +35,55 @@ class PaperTask:
     # that the paper reports
     metric: str
     chance: float
+    # (choices, index of the right one, other texts) of an item
+    parts: Callable[[Row], Parts]
     to_hub: Callable[[Row], Row] = dict
+
+
+def lambada_parts(row: Row) -> Parts:
+    if len(row["continuation"].split(" ")) != 1:
+        raise ValueError(f"continuation is {row['continuation'][:40]!r}, not one word")
+    return [row["continuation"]], 0, [row["context"]]
+
+
+def piqa_parts(row: Row) -> Parts:
+    return [row["sol1"], row["sol2"]], int(row["label"]), [row["goal"]]
+
+
+def hellaswag_parts(row: Row) -> Parts:
+    return list_of(row, "endings"), int(row["label"]), [row["ctx_a"], row["ctx_b"], row["activity_label"]]
+
+
+def winogrande_parts(row: Row) -> Parts:
+    if "_" not in row["sentence"]:
+        raise ValueError("sentence has no _")
+    return [row["option1"], row["option2"]], int(row["answer"]) - 1, [row["sentence"]]
+
+
+def arc_parts(row: Row) -> Parts:
+    return list_of(row, "choices"), row["gold"], [row["query"]]
+
+
+def siqa_parts(row: Row) -> Parts:
+    return [row[f"answer{letter}"] for letter in "ABC"], int(row["label"]) - 1, [row["context"], row["question"]]
+
+
+def boolq_parts(row: Row) -> Parts:
+    return ["no", "yes"], int(row["answer"]), [row["passage"], row["question"]]
+
+
+def list_of(row: Row, name: str) -> list[Any]:
+    if not isinstance(row[name], list):
+        raise ValueError(f"{name} is no list")
+    return list(row[name])
+
+
+def check_item(choices: list[Any], right: int, others: list[Any]) -> None:
+    """A wrong label would be scored as a wrong answer, and nobody would know."""
+    if not all(isinstance(text, str) for text in (*choices, *others)) or not all(choices):
+        raise ValueError("a text is missing, or is none")
+    if not 0 <= right < len(choices):
+        raise ValueError(f"the right answer is number {right + 1} of {len(choices)}")
 
 
 def lambada_row(row: Row) -> Row:
@@ -68,10 +117,19 @@ TASKS = (
         5153,
         "acc",
         0.0,
+        lambada_parts,
         lambada_row,
     ),
     PaperTask(
-        "piqa", "piqa/piqa.yaml", "validation", "piqa.jsonl", ("goal", "sol1", "sol2", "label"), 1838, "acc", 1 / 2
+        "piqa",
+        "piqa/piqa.yaml",
+        "validation",
+        "piqa.jsonl",
+        ("goal", "sol1", "sol2", "label"),
+        1838,
+        "acc",
+        1 / 2,
+        piqa_parts,
     ),
     PaperTask(
         "hellaswag",
@@ -82,6 +140,7 @@ TASKS = (
         10042,
         "acc_norm",
         1 / 4,
+        hellaswag_parts,
     ),
     PaperTask(
         "winogrande",
@@ -92,6 +151,7 @@ TASKS = (
         1267,
         "acc",
         1 / 2,
+        winogrande_parts,
     ),
     PaperTask(
         "arc_easy",
@@ -102,6 +162,7 @@ TASKS = (
         2376,
         "acc",
         1 / 4,
+        arc_parts,
         arc_row,
     ),
     PaperTask(
@@ -113,6 +174,7 @@ TASKS = (
         1172,
         "acc_norm",
         1 / 4,
+        arc_parts,
         arc_row,
     ),
     PaperTask(
@@ -124,6 +186,7 @@ TASKS = (
         1954,
         "acc",
         1 / 3,
+        siqa_parts,
     ),
     PaperTask(
         "boolq",
@@ -134,6 +197,7 @@ TASKS = (
         3270,
         "acc",
         1 / 2,
+        boolq_parts,
         boolq_row,
     ),
 )
@@ -148,10 +212,13 @@ def read_rows(folder: Path, task: PaperTask, limit: int | None = None) -> list[R
             f"{path} does not exist; {task.name} needs it in the folder of --data, or leave --data away for the Hub's"
         )
     rows: list[Row] = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                rows.append(read_row(line, f"{path}, line {number}", task))
+    try:
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    rows.append(read_row(line, f"{path}, line {number}", task))
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is no UTF-8 text ({error}); bring the file again") from None
     wanted = task.items if limit is None else min(limit, task.items)
     if len(rows) < wanted:
         raise RequestError(
@@ -170,6 +237,7 @@ def read_row(line: str, place: str, task: PaperTask) -> Row:
     if missing:
         raise RequestError(f"{place}: no field {missing[0]!r}; {task.name} needs {', '.join(task.fields)}")
     try:
+        check_item(*task.parts(row))
         return task.to_hub(row)
     except (ValueError, TypeError, IndexError, AttributeError) as error:
         raise RequestError(f"{place}: {error}; this is not an item of {task.name}") from None

@@ -13,7 +13,7 @@ from maglev.data.recall import RecallConfig
 from maglev.errors import RequestError
 from maglev.evaluate.figures import LINE, LINE_STYLES, SIZE, colours
 from maglev.model.accounting import objective_flops
-from maglev.plots import save_plot
+from maglev.plots import WIDE, save_plot
 
 if TYPE_CHECKING:
     # which brings torch; what reads and draws rows does without
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from maglev.evaluate.recall import RecallResult
 
 Row = dict[str, Any]
+# more curves than that have their legend beside the axes
+INSIDE = 4
 # what was found; all else says what was measured
 MEASURED = {"accuracy", "items", "training_seconds", "nats", "gain", "gain_error"}
 
@@ -81,13 +83,14 @@ def identity(row: Row) -> str:
 
 def draw_rows(path: Path, rows: Sequence[Row]) -> None:
     """Accuracy over distance, the mean over seeds; SVG, PNG or PDF by the file's ending."""
-    save_plot(path, partial(draw_recall, rows=rows), SIZE)
+    save_plot(path, partial(draw_recall, rows=rows), SIZE if len(curves(rows)) <= INSIDE else WIDE)
 
 
 def draw_recall(figure: "Figure", rows: Sequence[Row]) -> None:
     palette = colours(list(dict.fromkeys(row["recipe"] for row in rows)))
     axes = figure.add_subplot()
-    for name, recipe, source, lines in curves(rows):
+    drawn = curves(rows)
+    for name, recipe, source, lines in drawn:
         x, y = zip(*lines, strict=True)
         axes.plot(
             x, y, LINE_STYLES[source], marker="o", markersize=3, color=palette[recipe], linewidth=LINE, label=name
@@ -100,7 +103,10 @@ def draw_recall(figure: "Figure", rows: Sequence[Row]) -> None:
     axes.set_ylim(-0.02, 1.02)
     axes.set_xlabel("distance, in plain reaches: layers x (W - 1)")
     axes.set_ylabel("recall (dotted: chance)")
-    axes.legend()
+    if len(drawn) <= INSIDE:
+        axes.legend()
+    else:
+        figure.legend(loc="outside right upper")
 
 
 def curves(rows: Sequence[Row]) -> list[tuple[str, str, str, list[tuple[float, float]]]]:

@@ -41,6 +41,15 @@ ACCURACIES = tuple(
     for task, title in zip(TASKS, TITLES, strict=True)
 )
 AVERAGE = Column("average", "Avg", "Acc", 1, True, 100)
+# facts of a run beside its numbers
+COSTS = {
+    "parameters": "parameters",
+    "tokens": "tokens",
+    "training_flops": "training FLOPs",
+    "state_bytes": "state bytes",
+    "tokens_per_second": "tokens/s",
+    "row_seconds": "seconds in all",
+}
 
 LABELS = {
     "transformer-slsl": "Transformer (SLSL)",
@@ -87,9 +96,10 @@ class Line:
     memory: str
     seeds: tuple[int, ...]
     cells: dict[str, Cell] = field(default_factory=dict)
-    # of one run of ours
-    training_flops: float | None = None
-    state_bytes: int | None = None
+    # of refined memories
+    passes: int | None = None
+    # of one run of ours, by COSTS
+    costs: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,19 +113,15 @@ def make_table(facts: Sequence[Facts], sources: Sequence[str] = SOURCES, paper: 
     names = dict.fromkeys(result["data"] for run in facts for result in run["bpb"])
     texts = [bpb_column(name) for name in names]
     columns = (FINEWEB, *(column for column in texts if column != FINEWEB), PERPLEXITY, *ACCURACIES, AVERAGE)
-    groups = group_runs(facts)
     found: list[Line] = []
-    order = {recipe: index for index, recipe in enumerate(LABELS)}
-    recipes = sorted(
-        dict.fromkeys(group[0]["recipe"] for group in groups), key=lambda name: order.get(name, len(order))
-    )
-    for recipe in recipes:
-        own = [group for group in groups if group[0]["recipe"] == recipe]
-        for group in own:
-            label = LABELS.get(recipe, recipe) + distinction(group, own)
-            lines = [our_line(group, label, source) for source in sources]
+    groups = labelled_groups(facts)
+    for index, (label, group) in enumerate(groups):
+        recipe = group[0]["recipe"]
+        for source in sources:
+            lines = [our_line(group, label, source, passes) for passes in passes_of(group, source)]
             found += [line for line in lines if line.cells]
-        if paper and recipe in PUBLISHED:
+        is_last = index + 1 == len(groups) or groups[index + 1][1][0]["recipe"] != recipe
+        if paper and is_last and recipe in PUBLISHED:
             found.append(published_line(recipe))
     used = {key for line in found for key in line.cells}
     return PaperTable(tuple(c for c in columns if c.key in used), compared(found, columns))
@@ -124,6 +130,28 @@ def make_table(facts: Sequence[Facts], sources: Sequence[str] = SOURCES, paper: 
 def bpb_column(name: str) -> Column:
     """The paper's column is FineWeb-Edu's; any other text has a column of its own."""
     return FINEWEB if "fineweb" in name.lower() else Column(f"bpb {name}", name, "BPB", 4, False)
+
+
+def labelled_groups(facts: Sequence[Facts]) -> list[tuple[str, list[Facts]]]:
+    """(name, runs) of every row of the table: recipes in the paper's order, then others. Runs that have neither bits
+    per byte nor tasks, such as those of recall alone, are none."""
+    groups = group_runs([run for run in facts if run["bpb"] or run["tasks"]])
+    order = {recipe: index for index, recipe in enumerate(LABELS)}
+    for group in groups:
+        order.setdefault(group[0]["recipe"], len(order))
+    groups.sort(key=lambda group: order[group[0]["recipe"]])
+    found = []
+    for group in groups:
+        recipe: str = group[0]["recipe"]
+        own = [other for other in groups if other[0]["recipe"] == recipe]
+        found.append((LABELS.get(recipe, recipe) + distinction(group, own), group))
+    return found
+
+
+def passes_of(group: Sequence[Facts], source: str) -> list[int | None]:
+    """How many passes results of this source took, each number once; none are counted but for refined ones."""
+    results = [result for run in group for result in (*run["bpb"], *run["tasks"]) if result["memory"] == source]
+    return sorted({result["passes"] for result in results}, key=lambda passes: passes or 0)
 
 
 def group_runs(facts: Sequence[Facts]) -> list[list[Facts]]:
@@ -142,29 +170,33 @@ def distinction(group: Sequence[Facts], others: Sequence[Sequence[Facts]]) -> st
     return "".join(f", {key.split('.', 1)[1]} {own[key]}" for key in telling)
 
 
-def our_line(group: Sequence[Facts], label: str, source: str) -> Line:
+def our_line(group: Sequence[Facts], label: str, source: str, passes: int | None) -> Line:
     values: dict[str, list[float]] = {}
     seeds: set[int] = set()
     for run in group:
-        for key, value in numbers_of(run, source).items():
+        for key, value in numbers_of(run, source, passes).items():
             values.setdefault(key, []).append(value)
             seeds.add(run["seed"])
     cells = {
         key: Cell(statistics.fmean(own), statistics.stdev(own) if len(own) > 1 else None) for key, own in values.items()
     }
     first = group[0]
-    costs = first["training_flops"], first["state_bytes"]
-    return Line(label, first["recipe"], OURS, source, tuple(sorted(seeds)), cells, *costs)
+    costs = {
+        key: statistics.fmean(known)
+        for key in COSTS
+        if (known := [run[key] for run in group if run.get(key) is not None])
+    }
+    return Line(label, first["recipe"], OURS, source, tuple(sorted(seeds)), cells, passes, costs)
 
 
-def numbers_of(run: Facts, source: str) -> dict[str, float]:
+def numbers_of(run: Facts, source: str, passes: int | None) -> dict[str, float]:
     """By column, in its unit; plain weights alone, and the whole validation split."""
     found: dict[str, float | None] = {}
     for result in run["bpb"]:
-        if result["memory"] == source and result["weights"] == "plain":
+        if (result["memory"], result["passes"], result["weights"]) == (source, passes, "plain"):
             found[bpb_column(result["data"]).key] = result[f"bpb_{source}"]
     for result in run["tasks"]:
-        if result["memory"] != source or result["weights"] != "plain":
+        if (result["memory"], result["passes"], result["weights"]) != (source, passes, "plain"):
             continue
         own: dict[str, Any] = result["tasks"]
         found[PERPLEXITY.key] = own["lambada_openai"][f"perplexity_{source}"]

@@ -19,16 +19,34 @@ POINTS = 200
 # what does not make another row of the table
 SECTIONS = ("model.", "objective.", "optimizer.", "data.")
 TRAINING = ("train.steps", "train.tokens_per_step")
+# without which there is no line
+KEYS = ("run", "recipe", "seed", "settings", "training_flops", "state_bytes", "bpb", "tasks", "recall", "training")
 
 Facts = dict[str, Any]
 
 
 def collect(places: Sequence[Path]) -> list[Facts]:
-    """The facts of run folders and of files that `save_facts` wrote, in the order given."""
+    """The facts of run folders, of files that `save_facts` wrote, and of files of recall, in the order given."""
     found: list[Facts] = []
     for place in places:
-        found += load_facts(place) if place.is_file() else [facts_of(place)]
+        found += load_file(place) if place.is_file() else [facts_of(place)]
     return found
+
+
+def load_file(path: Path) -> list[Facts]:
+    try:
+        value = json.loads(path.read_bytes())
+        rows = value["rows"] if isinstance(value, dict) and "format" not in value else []
+        is_recall = bool(rows) and all({"distance", "accuracy", "chance", "settings"} <= row.keys() for row in rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        is_recall = False
+    return [recall_facts(path, rows)] if is_recall else load_facts(path)
+
+
+def recall_facts(path: Path, rows: list[Facts]) -> Facts:
+    """What 'eval recall --results' and `benchmarks/recall.py` keep, of many runs: for the figure, not for a line."""
+    unmeasured: Facts = {"bpb": [], "tasks": [], "settings": {}, "seed": 0, "training_flops": 0, "state_bytes": 0}
+    return {"run": path.stem, "recipe": "recall", "recall": rows} | unmeasured | training_of([])
 
 
 def facts_of(run: Path) -> Facts:
@@ -88,8 +106,13 @@ def load_facts(path: Path) -> list[Facts]:
         value = json.loads(path.read_bytes())
         if value["format"] != FORMAT:
             raise ValueError(f"its format is {value['format']!r}")
-        return list(value["runs"])
+        runs = list(value["runs"])
+        missing = next((key for run in runs for key in KEYS if key not in run), None)
+        if missing is not None:
+            raise ValueError(f"a run has no {missing!r}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(
-            f"{path} is no file of table facts ({error}); name run folders, or what 'maglev table --save' wrote"
+            f"{path} is no file of table facts ({error}); name run folders, what 'maglev table --save' wrote, or what "
+            f"'maglev eval recall --results' wrote"
         ) from None
+    return runs

@@ -1,10 +1,11 @@
-"""A table as text, Markdown, CSV and LaTeX: first the numbers, then their differences to SWA."""
+"""The table as text, Markdown, CSV and LaTeX: first the numbers, then their differences to SWA, then what ours cost."""
 
 import csv
 import io
 from collections.abc import Callable, Sequence
 
-from maglev.evaluate.table import OURS, PAPER, Cell, Column, Line, PaperTable
+from maglev.evaluate.paper_tasks import TASKS
+from maglev.evaluate.table import ACCURACIES, COSTS, OURS, PAPER, Cell, Column, Line, PaperTable
 
 HEADINGS = ("model", "numbers", "memory", "seeds")
 NOTE = (
@@ -12,11 +13,19 @@ NOTE = (
     "numbers, what a user gets."
 )
 PAPERS_NOTE = " The paper's are beside its own SWA, best in its whole table, after 43.52B tokens at depth 20."
-DIFFERENCES = "Difference to SWA"
+DIFFERENCES, COST = "Difference to SWA", "What a run of ours took"
 
 
 def note(table: PaperTable) -> str:
-    return NOTE + (PAPERS_NOTE if any(line.origin == PAPER for line in table.lines) else "")
+    return NOTE + chances(table) + (PAPERS_NOTE if any(line.origin == PAPER for line in table.lines) else "")
+
+
+def chances(table: PaperTable) -> str:
+    """What a guess would get, for small models are near it."""
+    by_task = {column.key: (column, task.chance) for column, task in zip(ACCURACIES, TASKS, strict=True)}
+    known = [by_task[column.key] for column in table.columns if column.key in by_task]
+    shown = ", ".join(f"{column.title} {column.scale * chance:.{column.digits}f}" for column, chance in known)
+    return f" By chance: {shown}." if known else ""
 
 
 def number(cell: Cell | None, column: Column) -> str:
@@ -32,7 +41,8 @@ def signed(cell: Cell | None, column: Column) -> str:
 
 def lead(line: Line) -> list[str]:
     seeds = str(len(line.seeds)) if line.origin == OURS else "–"
-    return [line.model, line.origin, line.memory, seeds]
+    memory = f"{line.memory}, {line.passes} passes" if line.passes else line.memory
+    return [line.model, line.origin, memory, seeds]
 
 
 def titles(table: PaperTable) -> list[str]:
@@ -61,6 +71,20 @@ def differing(table: PaperTable) -> PaperTable:
     return PaperTable(table.columns, tuple(lines))
 
 
+def cost_rows(table: PaperTable) -> list[list[str]]:
+    """A head and a row per model of ours; what no run tells is left out."""
+    lines = list({line.model: line for line in reversed(table.lines) if line.costs}.values())[::-1]
+    known = [key for key in COSTS if any(key in line.costs for line in lines)]
+    rows = [[line.model, *(amount(line.costs.get(key)) for key in known)] for line in lines]
+    return [["model", *(COSTS[key] for key in known)], *rows] if rows else []
+
+
+def amount(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value < 1e12 else f"{value:.3g}"
+
+
 def as_text(table: PaperTable) -> str:
     """Aligned with spaces; the best has a star."""
     parts = []
@@ -68,13 +92,16 @@ def as_text(table: PaperTable) -> str:
         rows = [[*HEADINGS, *titles(own)], *rows_of(own, show, lambda text: text + "*")]
         if len(rows) > 1:
             parts.append((title + "\n" if title else "") + aligned(rows))
+    if costs := cost_rows(table):
+        parts.append(f"{COST}\n" + aligned(costs, names=1))
     return "\n\n".join([*parts, note(table).replace("in bold", "with a star")]) + "\n"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]], names: int = 3) -> str:
+    """The first columns are names."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     cells = [
-        [text.ljust(width) if index < 3 else text.rjust(width) for index, (text, width) in enumerate(zip(row, widths))]
+        [text.ljust(size) if index < names else text.rjust(size) for index, (text, size) in enumerate(zip(row, widths))]
         for row in rows
     ]
     return "\n".join("  ".join(row).rstrip() for row in cells)
@@ -85,11 +112,16 @@ def as_markdown(table: PaperTable) -> str:
     for title, own, show in (("", table, number), (DIFFERENCES, differing(table), signed)):
         rows = rows_of(own, show, lambda text: f"**{text}**")
         if rows:
-            head = [*HEADINGS, *titles(own)]
-            rule = ["---"] * 3 + ["---:"] * (len(head) - 3)
-            lines = ["| " + " | ".join(row) + " |" for row in (head, rule, *rows)]
-            parts.append((f"{title}:\n\n" if title else "") + "\n".join(lines))
+            lines = ruled([*HEADINGS, *titles(own)], rows)
+            parts.append((f"{title}:\n\n" if title else "") + lines)
+    if costs := cost_rows(table):
+        parts.append(f"{COST}:\n\n" + ruled(costs[0], costs[1:], names=1))
     return "\n\n".join([*parts, note(table)]) + "\n"
+
+
+def ruled(head: Sequence[str], rows: Sequence[Sequence[str]], names: int = 3) -> str:
+    rule = ["---"] * names + ["---:"] * (len(head) - names)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
 def as_csv(table: PaperTable) -> str:
@@ -97,15 +129,21 @@ def as_csv(table: PaperTable) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([*HEADINGS, "column", "value", "spread", "difference_to_swa", "best"])
+    costed = set()
     for line in table.lines:
         seeds = " ".join(map(str, line.seeds))
+        model, origin, memory, _ = lead(line)
         for column in table.columns:
             cell = line.cells.get(column.key)
             if cell is not None:
                 name = f"{column.title} {column.unit}"
                 numbers = [cell.value, cell.spread, cell.difference]
                 shown = ["" if value is None else repr(value) for value in numbers]
-                writer.writerow([line.model, line.origin, line.memory, seeds, name, *shown, int(cell.best)])
+                writer.writerow([model, origin, memory, seeds, name, *shown, int(cell.best)])
+        for key, value in line.costs.items():
+            if (model, key) not in costed:
+                writer.writerow([model, origin, "", seeds, COSTS[key], repr(value), "", "", 0])
+                costed.add((model, key))
     return out.getvalue()
 
 
@@ -128,6 +166,11 @@ def as_latex(table: PaperTable) -> str:
             body.append(" & ".join(latex(cell) for cell in row) + " \\\\")
         comment = [f"% {title}"] if title else []
         parts += [*comment, f"\\begin{{tabular}}{{{columns}}}", *body, "\\bottomrule", "\\end{tabular}"]
+    if costs := cost_rows(table):
+        body = [" & ".join(latex(cell) for cell in row) + " \\\\" for row in costs]
+        columns = "l" + "r" * (len(costs[0]) - 1)
+        parts += [f"% {COST}", f"\\begin{{tabular}}{{{columns}}}", "\\toprule", body[0], "\\midrule", *body[1:]]
+        parts += ["\\bottomrule", "\\end{tabular}"]
     return "\n".join([*parts, f"% {note(table)}"]) + "\n"
 
 

@@ -61,6 +61,43 @@ def test_every_document_is_in_one_split(tmp_path: Path) -> None:
         assert sum(int(counts[shard.tokens].sum()) for shard in split.shards) == split.bytes
 
 
+def test_a_split_ends_at_its_limit_and_the_rest_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["maglev.data.prepare"], "BATCH_DOCUMENTS", 8)
+    source = write_source(tmp_path / "a.jsonl", TEXTS)
+    prepare([source], tmp_path / "whole", vocab_size=300)
+    whole = open_data(tmp_path / "whole")
+    every = {name: texts_of(whole, split) for name, split in whole.splits.items()}
+    read: list[int] = []
+    prepare(
+        [source],
+        tmp_path / "part",
+        vocab_size=300,
+        train_tokens=1000,
+        progress=lambda stage, done, total: read.append(done) if stage == "train" else None,
+    )
+    data = open_data(tmp_path / "part")
+    kept = {name: texts_of(data, split) for name, split in data.splits.items()}
+    longest = max(len(data.tokenizer.encode(text)) + 1 for text in TEXTS)
+    assert 1000 <= data.splits["train"].tokens < 1000 + longest
+    # the beginning of either split; reading went on until there was something held out, and no further
+    for name, texts in kept.items():
+        assert texts and texts == every[name][: len(texts)]
+    assert read[-1] < os.path.getsize(source) * 0.75
+    prepare([source], tmp_path / "both", vocab_size=300, train_tokens=1000, validation_tokens=1)
+    both = open_data(tmp_path / "both")
+    assert texts_of(both, both.splits["train"]) == kept["train"] and both.splits["validation"].documents == 1
+    # a source of its own has its limit too, and one for validation alone leaves training whole
+    prepare([source], tmp_path / "own", vocab_size=300, validation=source_of_validation(tmp_path), validation_tokens=30)
+    own = open_data(tmp_path / "own")
+    assert own.splits["train"].documents == len(TEXTS) and 1 < own.splits["validation"].documents < 5
+    with pytest.raises(RequestError, match="--train-tokens is 0"):
+        prepare([source], tmp_path / "none", vocab_size=300, train_tokens=0)
+
+
+def source_of_validation(folder: Path) -> str:
+    return write_source(folder / "b.jsonl", [f"Held out {number}.\n" for number in range(50)])
+
+
 def test_deterministic(tmp_path: Path) -> None:
     source = write_source(tmp_path / "a.jsonl", TEXTS)
     for name in ("one", "two"):

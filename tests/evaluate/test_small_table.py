@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from maglev.__main__ import main
+from maglev.evaluate.requests import Request, RequestFile, save_requests
+from maglev.evaluate.table_facts import KEYS
 from maglev.model.accounting import describe
 from maglev.recipes import run_config
 from tests.evaluate.task_files import ITEMS
@@ -93,6 +95,67 @@ def test_rows_make_a_table(
     assert swa["cells"][text]["spread"] is not None and swa["cells"][text]["difference"] is None
     assert all(cell["difference"] is not None for line in others for cell in line["cells"].values())
     assert 0 <= others[-1]["cells"]["average"]["value"] <= 100
+
+
+def toy(data: Path, *words: object) -> list[str]:
+    sizes = ["--data", data, "--device", "cpu", "--depth", 1, "--window", 8, *words]
+    return [*map(str, sizes), *(word for setting in SMALL for word in ("--set", setting))]
+
+
+def test_rows_are_processes_and_keep_what_they_took(
+    script: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, keep = tmp_path / "small.json", tmp_path / "runs"
+    words = toy(data, "--keep", keep, "--out", out, "--jobs", 2, "--seeds", 3)
+    assert script.main(["rows", "swa-ssss", *words]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (run,) = json.loads(out.read_text())["runs"]
+    assert (run["run"], run["seed"], run["rows_at_a_time"]) == ("swa-ssss-3", 3, 2)
+    assert run["row_seconds"] == told["rows"][0]["seconds"] > run["train_seconds"] > 0
+    # the same again goes on with what is there: nothing is trained twice
+    before = (keep / "swa-ssss-3" / "metrics.jsonl").read_bytes()
+    assert script.main(["row", "swa-ssss", "--seed", "3", *toy(data, "--keep", keep)]) == 0
+    assert json.loads(capsys.readouterr().out)["bpb"] == run["bpb"]
+    assert (keep / "swa-ssss-3" / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_a_row_needs_is_looked_for_before_it_is_trained(
+    script: ModuleType,
+    data: Path,
+    other_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(script, "work_through", lambda *_, **__: pytest.fail("began"))
+    asked = tmp_path / "asked.safetensors"
+    save_requests(asked, RequestFile([Request((0,), (1,))], "another", {}))
+    for words, line in (
+        (["swa-sss", *toy(data)], "no recipe or peer 'swa-sss'; known: transformer-slsl, "),
+        (["swa-ssss", *toy(tmp_path / "none")], "not a data folder"),
+        (["swa-ssss", *toy(data, "--text", tmp_path / "none")], "not a data folder"),
+        (["swa-ssss", *toy(data, "--text", other_data)], "another tokenizer than"),
+        (["swa-ssss", *toy(data, "--requests", tmp_path / "none")], "does not exist"),
+        (["mamba-2", *toy(data, "--requests", asked)], "another tokenizer than"),
+    ):
+        for verb in ("row", "rows"):
+            assert script.main([verb, *words]) == 2
+            out, err = capsys.readouterr()
+            assert not out and line in err and err.count("\n") == 1
+
+
+def test_a_diverged_row_is_kept_and_a_foreign_file_is_not_written_to(
+    script: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "small.json"
+    facts = dict.fromkeys(KEYS, 0) | {"run": "mamba-2-0", "tokens": 9, "tokens_per_second": None, "seconds": 1.0}
+    bpb = [{"data": "text", "memory": "recurrent", "bpb_recurrent": float("nan")}]
+    script.add_row(facts | {"row": "mamba-2, seed 0", "status": 0, "bpb": bpb}, out)
+    assert "text recurrent nan" in capsys.readouterr().out
+    assert json.loads(out.read_text())["runs"][0]["bpb"][0]["bpb_recurrent"] is None
+    out.write_text("{}")
+    assert script.main(["rows", "swa-ssss", *toy(data, "--out", out)]) == 2
+    assert "is no file of table facts" in capsys.readouterr().err
 
 
 def test_a_row_is_started_with_its_own_options_last(script: ModuleType, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import pytest
 from maglev.__main__ import main
 from maglev.evaluate import table_formats
 from maglev.evaluate.paper_tasks import TASKS
+from maglev.evaluate.recall_results import draw_recall
 from maglev.evaluate.results import save_result
 from maglev.evaluate.table import ACCURACIES, AVERAGE, FINEWEB, LABELS, OURS, PERPLEXITY, PUBLISHED, make_table
-from maglev.evaluate.table_facts import collect
+from maglev.evaluate.table_facts import collect, save_facts
+from maglev.evaluate.table_figures import draw_figures, draw_positions
 from maglev.recipes import run_config
 from maglev.runs import CONFIG
 from tests.small_runs import Train, one_line
@@ -28,11 +30,12 @@ def make_run(folder: Path, recipe: str, seed: int = 0, steps: int = 50, **number
     settings = {"train.seed": seed, "train.steps": steps, "model.context": 64}
     (run / CONFIG).write_text(json.dumps(run_config(recipe, 2, settings).to_dict()))
     facts: dict[str, Any] = {"recipe": recipe, "weights": "plain", "passes": None}
-    for source in ("recurrent", "lifted"):
+    for source in ("recurrent", "lifted", "refined"):
         if source in numbers:
             parts = [{"first": 0, "last": 3, f"bpb_{source}": numbers[source], "bytes": 9}]
             value = facts | {
                 "memory": source,
+                "passes": 3 if source == "refined" else None,
                 "data": "fineweb",
                 f"bpb_{source}": numbers[source],
                 "by_position": parts,
@@ -126,6 +129,7 @@ def test_formats_say_the_same(runs: list[Path]) -> None:
     row = next(line for line in markdown.splitlines() if line.startswith("| Maglev (λ=0.1) | ours | recurrent | 2 |"))
     assert "**1.2700 ± 0.0141**" in row and row.count("|") == head.count("|")
     assert "-0.0400" in markdown and "-0.0118" in markdown
+    assert "By chance: LMD 0.0, PIQA 50.0, Hella 25.0," in markdown and "SIQA 33.3, BoolQ 50.0." in markdown
     text = table_formats.as_text(table)
     assert "1.2700 ± 0.0141*" in text and len({line.index("memory") for line in text.splitlines() if "memory " in line})
     rows = list(csv.DictReader(io.StringIO(table_formats.as_csv(table))))
@@ -136,7 +140,100 @@ def test_formats_say_the_same(runs: list[Path]) -> None:
     ]
     latex = table_formats.as_latex(table)
     assert "\\textbf{1.2700 $\\pm$ 0.0141}" in latex and "Maglev ($\\lambda$=0.1)" in latex and "Acc\\_n" in latex
-    assert latex.count("\\begin{tabular}") == latex.count("\\end{tabular}") == 2 and "λ" not in latex
+    assert latex.count("\\begin{tabular}") == latex.count("\\end{tabular}") == 3 and "λ" not in latex
+
+
+def test_what_runs_cost_stands_below_their_numbers(runs: list[Path]) -> None:
+    table = make_table(collect(runs))
+    costs = {line.model: line.costs for line in table.lines if line.origin == OURS}
+    swa, double, own = costs.values()
+    assert double["tokens"] == 2 * swa["tokens"] and double["training_flops"] == 2 * swa["training_flops"]
+    assert own["training_flops"] > swa["training_flops"] and own["state_bytes"] == swa["state_bytes"]
+    # once per model, whatever memories it was measured with; speed was not measured
+    head, *rows = table_formats.cost_rows(table)
+    assert head == ["model", "parameters", "tokens", "training FLOPs", "state bytes"]
+    assert [row[0] for row in rows] == list(costs) and rows[0][2] == f"{swa['tokens']:,.0f}"
+    shown = " | ".join(rows[0])
+    assert shown in table_formats.as_markdown(table) and " & ".join(rows[0]) in table_formats.as_latex(table)
+    told = [row for row in csv.DictReader(io.StringIO(table_formats.as_csv(table))) if row["column"] == "tokens"]
+    assert [(row["model"], float(row["value"])) for row in told] == [
+        (name, own["tokens"]) for name, own in costs.items()
+    ]
+
+
+def test_refined_numbers_say_their_passes(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "lrt-ssss", recurrent=1.3, refined=1.28)
+    value = json.loads((run / "eval" / "bpb-fineweb-refined.json").read_text())
+    save_result(run, "bpb-fineweb-refined-8", value | {"passes": 8, "bpb_refined": 1.27})
+    table = make_table(collect([run]), paper=False)
+    assert [(line.memory, line.passes, line.cells["fw"].value) for line in table.lines] == [
+        ("recurrent", None, 1.3),
+        ("refined", 3, 1.28),
+        ("refined", 8, 1.27),
+    ]
+    assert "refined, 3 passes" in table_formats.as_text(table) and "refined, 8 passes" in table_formats.as_csv(table)
+
+
+def recall_rows(recipe: str, seed: int = 0) -> list[dict[str, Any]]:
+    facts = {"recipe": recipe, "variant": "pairs", "pairs": 4, "chance": 0.03, "memory": "recurrent", "passes": None}
+    return [
+        facts | {"distance": label, "accuracy": 0.5, "items": 9, "settings": {}, "seed": seed}
+        for label in ("0-1", "1-2")
+    ]
+
+
+def test_runs_of_recall_alone_are_drawn_and_change_no_line(runs: list[Path], tmp_path: Path) -> None:
+    """Be it a folder, which has other settings than those of text, or the file of many."""
+    Figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib, the extra 'report' of maglev").Figure
+    recalled = make_run(tmp_path / "recall", "maglev-shared-0.1", steps=7)
+    save_result(
+        recalled, "recall-pairs-4-64", {"recipe": "maglev-shared-0.1", "rows": recall_rows("maglev-shared-0.1")}
+    )
+    many = tmp_path / "recall.json"
+    many.write_text(json.dumps({"rows": recall_rows("swa-ssss") + recall_rows("swa-ssss", 1)}))
+    facts = collect([*runs, recalled, many])
+    assert make_table(facts) == make_table(collect(runs))
+    drawn = draw_figures(tmp_path / "figures", facts, make_table(facts), ".png")
+    assert "recall.png" in [path.name for path in drawn]
+    # a legend of many curves stands beside them
+    for recipes, inside in ((["swa-ssss"], True), ([*LABELS][:9], False)):
+        figure = Figure()
+        draw_recall(figure, [row for recipe in recipes for row in recall_rows(recipe)])
+        assert (figure.axes[0].get_legend() is not None, len(figure.legends)) == (inside, not inside)
+    kept = tmp_path / "kept.json"
+    save_facts(kept, facts)
+    assert collect([kept]) == facts
+
+
+def test_every_row_has_a_curve_by_position_and_its_difference_to_swa(runs: list[Path]) -> None:
+    figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib").Figure()
+    draw_positions(figure, collect(runs), "fineweb")
+    values, differences = figure.axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in values.lines}
+    assert drawn == {
+        "SWA (SSSS), steps 50": [pytest.approx(1.31)],
+        "SWA (SSSS), steps 100": [pytest.approx(1.29)],
+        "Maglev (λ=0.1)": [pytest.approx(1.27)],
+    }
+    # lifted too
+    found = [line.get_ydata()[0] for line in differences.lines]
+    assert found == pytest.approx([0, -0.02, -0.04, 1.245 - 1.31])
+
+
+def test_a_diverged_run_has_a_line_where_it_has_numbers(runs: list[Path], tmp_path: Path) -> None:
+    """Its recurrent numbers are null, by position and in all, and so are its losses."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra 'report' of maglev")
+    run = make_run(tmp_path, "maglev-separate-1", recurrent=9.0, lifted=1.25)
+    path = run / "eval" / "bpb-fineweb-recurrent.json"
+    path.write_text(path.read_text().replace("9.0", "null"))
+    metrics = [
+        json.loads(line) | {"consistency_loss": None} for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    facts = collect([*runs, run])
+    table = make_table(facts, paper=False)
+    assert [line.memory for line in table.lines if line.recipe == "maglev-separate-1"] == ["lifted"]
+    assert len(draw_figures(tmp_path / "figures", facts, table, ".png")) == 3
 
 
 def test_the_verb_writes_tables_and_figures_and_keeps_what_they_are_made_of(
@@ -144,12 +241,7 @@ def test_the_verb_writes_tables_and_figures_and_keeps_what_they_are_made_of(
 ) -> None:
     pytest.importorskip("matplotlib", reason="needs matplotlib, the extra 'report' of maglev")
     out, kept = tmp_path / "out", tmp_path / "results.json"
-    recalled = [
-        {"recipe": "swa-ssss", "variant": "pairs", "pairs": 4, "chance": 0.03, "memory": "recurrent", "passes": None}
-        | {"distance": label, "accuracy": 0.5, "items": 9, "settings": {}, "seed": 0}
-        for label in ("0-1", "1-2")
-    ]
-    save_result(runs[1], "recall-pairs-4-64", {"recipe": "swa-ssss", "rows": recalled})
+    save_result(runs[1], "recall-pairs-4-64", {"recipe": "swa-ssss", "rows": recall_rows("swa-ssss")})
     assert main(["table", *map(str, runs), "--out", str(out), "--save", str(kept)]) == 0
     assert "1.2700 ± 0.0141*" in capsys.readouterr().out
     names = {path.name for path in out.iterdir()}
@@ -188,10 +280,15 @@ def test_bad_requests_end_in_one_line(runs: list[Path], tmp_path: Path, capsys: 
     (damaged / "eval" / "bpb-fineweb-recurrent.json").write_text("{")
     other = tmp_path / "other.json"
     other.write_text("{}")
+    partial, texts = tmp_path / "partial.json", tmp_path / "texts.json"
+    partial.write_text(json.dumps({"format": "maglev-table-1", "runs": [{"run": "x"}]}))
+    texts.write_text(json.dumps({"rows": [{"recipe": "swa-ssss", "bpb_recurrent": 1.0}]}))
     for words, line in {
         (str(bare),): "has no results yet; measure it with 'maglev eval bpb'",
         (str(damaged),): "cannot be read",
         (str(other),): "is no file of table facts",
+        (str(partial),): "is no file of table facts (a run has no 'recipe')",
+        (str(texts),): "is no file of table facts",
         (str(tmp_path / "nowhere"),): "is not a run folder",
         (str(runs[0]), "--memory", "own"): "--memory is 'own'",
     }.items():

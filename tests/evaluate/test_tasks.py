@@ -14,7 +14,7 @@ from maglev.data.tokenizer import Tokenizer
 from maglev.errors import RequestError, WorkError
 from maglev.evaluate.paper_tasks import BY_NAME, TASKS, read_rows
 from maglev.evaluate.requests import Request, Score, load_requests
-from tests.evaluate.task_files import ITEMS, Oracle
+from tests.evaluate.task_files import ITEMS, Oracle, row_of
 from tests.small_runs import Train, one_line
 
 pytest.importorskip("lm_eval", reason="needs lm_eval, the extra 'tasks' of maglev")
@@ -197,6 +197,10 @@ def test_three_steps_are_one_step_to_the_bit(
     # a part of the items is no result to keep
     assert not load_results(Path(run), "tasks")
     value = json.loads(Path(scores).read_text())
+    for part in ("setting", "model"):
+        Path(scores).write_text(json.dumps(value | {part: {}}))
+        assert main(["eval", "tasks", "--scores", scores]) == 2
+        assert "does not say what was asked of whom" in one_line(capsys)
     value["logprob"].pop()
     value["greedy"].pop()
     Path(scores).write_text(json.dumps(value))
@@ -254,7 +258,7 @@ def test_bad_requests_end_in_one_line(
 
 
 def test_bad_files_are_named(
-    tasks_folder: Path, trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tasks_folder: Path, data: Path, trained: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     piqa = BY_NAME["piqa"]
     for content, line in {
@@ -269,12 +273,46 @@ def test_bad_files_are_named(
     (tmp_path / "arc_easy.jsonl").write_text('{"query": "What?", "choices": ["a"], "gold": 0}')
     with pytest.raises(RequestError, match="this is not an item of arc_easy"):
         read_rows(tmp_path, BY_NAME["arc_easy"], 1)
+    (tmp_path / piqa.file).write_bytes(b"\xff\xfe")
+    with pytest.raises(RequestError, match=r"piqa.jsonl is no UTF-8 text"):
+        read_rows(tmp_path, piqa, 1)
     run = tmp_path / "run"
     shutil.copytree(trained("maglev-shared-0.1"), run)
     (run / "tokenizer.json").unlink()
     capsys.readouterr()
     assert main(["eval", "tasks", str(run), "--data", str(tasks_folder), "--limit", "1"]) == 2
     assert "has no tokenizer.json" in one_line(capsys)
+    # prepared data has the tokenizer and no length
+    assert main(["eval", "tasks", str(data), "--data", str(tasks_folder), "--requests", str(tmp_path / "r")]) == 2
+    assert "has no context of its own; add --max-length" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "line"),
+    [
+        ("lambada_openai", {"continuation": "two words"}, "continuation is 'two words', not one word"),
+        ("lambada_openai", {"context": 3}, "a text is missing"),
+        ("piqa", {"label": "x"}, "invalid literal"),
+        ("piqa", {"label": 2}, "the right answer is number 3 of 2"),
+        ("piqa", {"sol1": None}, "a text is missing"),
+        ("hellaswag", {"endings": "abc"}, "endings is no list"),
+        ("hellaswag", {"label": "9"}, "the right answer is number 10 of 4"),
+        ("winogrande", {"sentence": "nothing"}, "sentence has no _"),
+        ("winogrande", {"answer": "0"}, "the right answer is number 0 of 2"),
+        ("arc_easy", {"gold": -1}, "the right answer is number 0 of 4"),
+        ("arc_challenge", {"choices": ["a", ""]}, "a text is missing"),
+        ("social_iqa", {"label": "7"}, "the right answer is number 7 of 3"),
+        ("boolq", {"answer": 7}, "the right answer is number 8 of 2"),
+    ],
+)
+def test_an_item_that_could_only_be_scored_wrong_is_refused(
+    name: str, change: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    task = BY_NAME[name]
+    rows = [row_of(name, 0), row_of(name, 1) | change]
+    (tmp_path / task.file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(RequestError, match=rf"line 2: {line}.*; this is not an item of {name}"):
+        read_rows(tmp_path, task, 2)
 
 
 def test_a_harness_without_a_task_is_named(
