@@ -126,6 +126,7 @@ BAD_SETTINGS = [
     ("swa-ssss", "train.attention", "dense"),
     ("swa-ssss", "train.products", "fp4"),
     ("swa-ssss", "train.sharding", "some"),
+    ("swa-ssss", "train.graphs", "some"),
     ("swa-ssss", "train.timeout", "0"),
     ("swa-ssss", "train.timeout", "1e9"),
     ("swa-ssss", "train.threads", "-2"),
