@@ -5,8 +5,9 @@
 
 An experiment is a recipe with settings and options of its own, as in "lrt-ssss objective.passes=3 --pairs=8
 --rates=0.5"; `--settings` and the options below hold for all of them. Each is a process that runs
-`maglev eval recall`, so what is measured is what a user gets. One that fails is named in the table and does not stop
-the others; `--keep DIR` keeps runs and logs. A table comes last, then one line of JSON.
+`maglev eval recall`, so what is measured is what a user gets; the recipe `levers` is that of `levers.py`. One that
+fails is named in the table and does not stop the others; `--keep DIR` keeps runs and logs. A table comes last, then one
+line of JSON.
 
 What costs, at the default size. Measured on one CPU core that others used too: 64 rows are made in 3 to 5 ms, serially
 before every step; a step of the decoder takes 3 ms for 1 row, 14 for 64, 52 for 256, so its launches alone are some
@@ -31,11 +32,15 @@ from maglev import files
 from maglev.bench.jobs import Job, work_through
 from maglev.evaluate.recall_results import add_rows
 
+# has one recipe more
+LEVERS = Path(__file__).resolve().with_name("levers.py")
+
 
 def experiment(words: str, seed: int, arguments: argparse.Namespace, number: int, work: Path) -> Job:
     recipe, *own = words.split()
     run = work / f"{number:03d}-{recipe}-seed{seed}"
-    command = [sys.executable, "-m", "maglev", "eval", "recall", recipe, "--json", "--out", str(run)]
+    verbs = [str(LEVERS)] if recipe == "levers" else ["-m", "maglev"]
+    command = [sys.executable, *verbs, "eval", "recall", recipe, "--json", "--out", str(run)]
     command += ["--seed", str(seed)]
     passed_on = ("steps", "depth", "window", "context", "pairs", "variant", "data", "query_share", "spread", "rows")
     for name in passed_on:
