@@ -85,6 +85,7 @@ def test_results_are_those_of_the_files(site: Path, results: ModuleType) -> None
 
 def test_recall_is_shown_by_distance(results: ModuleType) -> None:
     facts = {"recipe": "swa-ssss", "depth": 2, "window": 8, "pairs": 4, "variant": "pairs", "steps": 9, "settings": {}}
+    facts |= {"cost": 0.5}
     rows = [
         facts | {"memory": memory, "distance": distance, "seed": seed, "accuracy": accuracy}
         for memory, distance, seed, accuracy in (
@@ -95,8 +96,9 @@ def test_recall_is_shown_by_distance(results: ModuleType) -> None:
         )
     ]
     head, _, lifted, recurrent = results.recall({"rows": rows}).splitlines()
-    assert head.endswith("| seeds | memory | 0-1 | 1-2 |")
-    assert lifted.endswith("| 1 | lifted | 1.00 |  |") and recurrent.endswith("| 2 | recurrent | 0.60 | 0.25 |")
+    assert head.endswith("| seeds | cost | memory | 0-1 | 1-2 |")
+    assert lifted.endswith("| 1 | 0.50 | lifted | 1.000 |  |")
+    assert recurrent.endswith("| 2 | 0.50 | recurrent | 0.600 | 0.250 |")
 
 
 def test_every_command_that_made_results_exists(results: ModuleType) -> None:

@@ -43,21 +43,23 @@ def text(content: Content) -> str:
 
 def recall(content: Content) -> str:
     """Accuracy by distance, a row per recipe, settings and memory source: the mean over seeds."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    found: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     for row in content["rows"]:
         shape = (
             f"depth {row['depth']}, W {row['window']}, {row['pairs']} pairs ({row['variant']}), {row['steps']} steps"
         )
         changed = [f"{key}={value}" for key, value in row["settings"].items()]
-        name = (", ".join([f"`{row['recipe']}`", shape, *changed]), row["memory"])
+        name = (", ".join([f"`{row['recipe']}`", shape, *changed]), f"{row['cost']:.2f}", row["memory"])
         found.setdefault(name, {}).setdefault(row["distance"], []).append(row["accuracy"])
     distances = list(dict.fromkeys(row["distance"] for row in content["rows"]))
     rows = []
-    for (name, memory), by_distance in found.items():
+    for (name, cost, memory), by_distance in found.items():
         means = [by_distance.get(each) for each in distances]
         seeds = max(len(values) for values in by_distance.values())
-        rows.append([name, str(seeds), memory, *(f"{sum(each) / len(each):.2f}" if each else "" for each in means)])
-    return table(["recipe", "seeds", "memory", *distances], rows)
+        rows.append(
+            [name, str(seeds), cost, memory, *(f"{sum(each) / len(each):.3f}" if each else "" for each in means)]
+        )
+    return table(["recipe", "seeds", "cost", "memory", *distances], rows)
 
 
 def train(content: Content) -> str:
