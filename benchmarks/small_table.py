@@ -73,7 +73,9 @@ def measure_recipe(arguments: argparse.Namespace, run: Path, device: torch.devic
     """By the verbs, so that what is measured is what a user gets."""
     settings = settings_for(arguments) | {"train.device": device}
     given = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    verb("train", arguments.model, "--data", arguments.data, "--out", run, "--depth", arguments.depth, *given)
+    # one that was stopped in a folder that is kept goes on
+    place = ["--out", run, "--resume"]
+    verb("train", arguments.model, "--data", arguments.data, *place, "--depth", arguments.depth, *given)
     config = read_config(run)
     for text in (arguments.data, *arguments.text):
         for source in sources(config):
