@@ -101,6 +101,24 @@ def test_recall_is_shown_by_distance(results: ModuleType) -> None:
     assert recurrent.endswith("| 2 | 0.50 | recurrent | 0.600 | 0.250 |")
 
 
+def test_options_and_lengths_are_shown(results: ModuleType) -> None:
+    sizes = {"deployed": 5000, "prefiller": 4, "state_bytes": 8456, "train_tokens_per_s": 1234, "step_tokens_per_s": 56}
+    row = {"option": "Q full", "seed": 0, "metric": "recall", "recurrent": 0.5, "lifted": 0.75, "contraction_step": 0.6}
+    plain = row | {"option": "swa", "lifted": None, "contraction_step": None}
+    failed = {"option": "teacher", "seed": 0, "error": "no time"}
+    head, _, *lines = results.options({"rows": [row | sizes, plain | sizes, failed]}).splitlines()
+    assert "recall, recurrent" in head and len(lines) == 2
+    assert lines[0] == "| Q full | 0 | 0.5000 | 0.7500 | 0.60 | 5,000 | 4 | 8,456 | 1,234 | 56 | - |"
+    assert lines[1].startswith("| swa | 0 | 0.5000 | - | - | 5,000 |")
+    parts = [{"first": first, "last": last, "bpb_recurrent": 1.5} for first, last in ((0, 7), (8, 15), (16, 31))]
+    runs = [
+        {"recipe": name, "seed": 0, "trained_context": 8, "by_position": parts} for name in ("swa-ssss", "lrt-ssss")
+    ]
+    head, _, *lines = results.length({"runs": runs}).splitlines()
+    assert head == "| positions | `swa-ssss`, seed 0 | `lrt-ssss`, seed 0 |"
+    assert lines[-1] == "| 2 to 4 | 1.5000 | 1.5000 |"
+
+
 def test_every_command_that_made_results_exists(results: ModuleType) -> None:
     for kind in results.KINDS.values():
         words = kind.command.split()

@@ -62,6 +62,34 @@ def recall(content: Content) -> str:
     return table(["recipe", "seeds", "cost", "memory", *distances], rows)
 
 
+def options(content: Content) -> str:
+    """What the paper leaves open: quality, stability, size and speed of each."""
+    columns = {"contraction_step": ".2f", "deployed": ",", "prefiller": ",", "state_bytes": ","}
+    columns |= {"train_tokens_per_s": ",", "step_tokens_per_s": ",", "fast_tokens_per_s": ","}
+    measured = [row for row in content["rows"] if "error" not in row]
+    rows = [
+        [row["option"], str(row["seed"])]
+        + ["-" if row[key] is None else f"{row[key]:.4f}" for key in ("recurrent", "lifted")]
+        + ["-" if row.get(key) is None else format(row[key], form) for key, form in columns.items()]
+        for row in measured
+    ]
+    metrics = ", ".join(sorted({row["metric"] for row in measured}))
+    heads = [f"{metrics}, recurrent", "lifted", "left by a step", "deployed", "Q's own", "state", "trained/s"]
+    return table(["option", "seed", *heads, "steps/s", "by kernels"], rows)
+
+
+def length(content: Content) -> str:
+    """Recurrent bits per byte by position, in lengths of the training rows."""
+    runs = content["runs"]
+    trained = runs[0]["trained_context"]
+    rows = [
+        [f"{parts[0]['first'] // trained} to {(parts[0]['last'] + 1) // trained}"]
+        + [f"{part['bpb_recurrent']:.4f}" for part in parts]
+        for parts in zip(*(run["by_position"] for run in runs), strict=True)
+    ]
+    return table(["positions", *(f"`{run['recipe']}`, seed {run['seed']}" for run in runs)], rows)
+
+
 def train(content: Content) -> str:
     rows = []
     for row in (row for row in content["rows"] if "error" not in row):
@@ -168,6 +196,8 @@ KINDS = {
     "hostile": Kind(hostile, "make soak", lambda stem, content: stem == "serve-hostile"),
     "kills": Kind(kills, "make soak", lambda stem, content: stem == "serve-kills"),
     "recall": Kind(recall, "python benchmarks/recall.py", lambda stem, content: stem.startswith("recall")),
+    "options": Kind(options, "python benchmarks/options.py", lambda stem, content: stem.startswith("options")),
+    "length": Kind(length, "maglev eval length", lambda stem, content: stem.startswith("length")),
     "text": Kind(text, "python benchmarks/text.py", lambda stem, content: stem.startswith("text")),
 }
 
