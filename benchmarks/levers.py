@@ -112,10 +112,22 @@ class LeversObjective(ClosedLoopObjective):
         super().__init__(decoder, prefiller, config)
         self.config, self.stops = config, config.stop.split(",")
 
+    @property
+    def number(self) -> int:
+        """One of its own for every step."""
+        return int(self.progress * 2**31)
+
+    @property
+    def stage(self) -> int:
+        """A recorded pass is replayed as long as this stays: not where something moves with training."""
+        moving = self.config.noise or max(self.config.own_share_end, self.config.consistency_end) >= 0
+        return self.number if moving else int(self.progress >= self.rollout_start)
+
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
         config, embedded = self.config, self.decoder.embedding(tokens)
-        # the same in a run that was interrupted: a step is a function of its number
-        self.chance = torch.Generator(tokens.device).manual_seed(int(self.progress * 2**31))
+        if config.noise:
+            # the same in a run that was interrupted: a step is a function of its number
+            self.chance = torch.Generator(tokens.device).manual_seed(self.number)
         target_memory = self.prefiller(tokens, self.decoder, documents.attention_starts, embedded)  # (B, T, D)
         rows = self.own_rows(len(tokens))
         parts, own = [], None

@@ -141,6 +141,24 @@ def test_noise_is_of_the_step_and_of_its_size() -> None:
 
 
 @pytest.mark.usefixtures("script")
+@pytest.mark.parametrize(
+    ("settings", "stages"),
+    [
+        ({}, 1),
+        ({"rollout_start": 0.5}, 2),
+        ({"noise": 0.1}, 4),
+        ({"consistency_end": 0.0}, 4),
+        ({"own_share_end": 0.5}, 4),
+    ],
+)
+def test_passes_are_replayed_only_while_they_are_the_same(settings: dict[str, float], stages: int) -> None:
+    objective, found = levers(**settings), set()
+    for objective.progress in (0.0, 0.25, 0.5, 0.75):
+        found.add(objective.stage)
+    assert len(found) == stages
+
+
+@pytest.mark.usefixtures("script")
 def test_a_write_gate_steps_as_it_passes_and_keeps_what_it_is_told() -> None:
     objective = levers(write_gate=3.0)
     assert_parallel_is_stepped(objective.decoder, (1, 5, 24, 40))
