@@ -9,7 +9,8 @@ per byte), the same lifted, what a step of the recurrence leaves of a disturbanc
 bfloat16, training tokens/s, and tokens/s of single steps in plain PyTorch (from a CUDA graph on a GPU) and, where there
 are some, by kernels. The teacher is `--teacher FOLDER`, or a small Llama that is made here and trained for as many
 steps on the same rows. `--keep DIR` keeps runs, and takes up what is there. An option that fails is named in the table
-and does not stop the others. A table comes last, then one line of JSON.
+and does not stop the others. Rows that `--out` already has from the same setting stay there, so that options can be
+measured some at a time. A table comes last, then one line of JSON.
 """
 
 import argparse
@@ -235,7 +236,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     arguments = parse(words)
     began = time.monotonic()
-    rows: list[dict[str, Any]] = []
+    before, rows = rows_before(arguments), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         work = arguments.keep or Path(name)
         work.mkdir(parents=True, exist_ok=True)
@@ -258,11 +259,36 @@ def main(words: list[str] | None = None) -> int:
                     line = (str(error).splitlines() or [""])[0]
                     rows.append({"option": option, "seed": seed, "error": f"{type(error).__name__}: {line}"})
                 if arguments.out:
-                    files.write_json(arguments.out, {"setting": setting(arguments), "rows": rows})
+                    files.write_json(arguments.out, {"setting": setting(arguments), "rows": together(before, rows)})
     print_table(rows)
     taken = round(time.monotonic() - began, 1)
     print(json.dumps({"setting": setting(arguments), "rows": rows, "seconds": taken}))
     return 1 if any("error" in row for row in rows) else 0
+
+
+def rows_before(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Those that `--out` has, of the same setting."""
+    if arguments.out is None or not arguments.out.exists():
+        return []
+    told = json.loads(arguments.out.read_bytes())
+    theirs, ours = (
+        {key: value for key, value in each.items() if key not in ("options", "seeds", "limit")}
+        for each in (told["setting"], json.loads(json.dumps(setting(arguments))))
+    )
+    if theirs != ours:
+        other = [key for key in ours if theirs.get(key) != ours[key]]
+        raise RequestError(f"{arguments.out} has rows of another setting ({', '.join(other)}); choose another --out")
+    return list(told["rows"])
+
+
+def together(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row of each option and seed, the newest that did not fail."""
+    found = {(row["option"], row["seed"]): row for row in before}
+    for row in rows:
+        key = row["option"], row["seed"]
+        if "error" not in row or "error" in found.get(key, row):
+            found[key] = row
+    return list(found.values())
 
 
 def setting(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -275,4 +301,7 @@ def setting(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except RequestError as error:
+        sys.exit(f"options: {error}")

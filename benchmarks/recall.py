@@ -5,8 +5,11 @@
 
 An experiment is a recipe with settings and options of its own, as in "lrt-ssss objective.passes=3 --pairs=8
 --rates=0.5"; `--settings` and the options below hold for all of them. Each is a process that runs
-`maglev eval recall`, so what is measured is what a user gets. One that fails is named in the table and does not stop
-the others; `--keep DIR` keeps runs and logs. A table comes last, then one line of JSON.
+`maglev eval recall`, so what is measured is what a user gets; the recipe `levers` is that of `levers.py`. One that
+fails is named in the table and does not stop the others; `--keep DIR` keeps runs and logs. `--plot` draws recall by
+distance, `--cost-plot` recall against the FLOPs of training, of all rows in `--out`: an experiment with several
+`--steps` is a curve there. A table comes last, then one line of JSON; `cost` is that of a step, in those of the paper's
+objective at the same size.
 
 What costs, at the default size. Measured on one CPU core that others used too: 64 rows are made in 3 to 5 ms, serially
 before every step; a step of the decoder takes 3 ms for 1 row, 14 for 64, 52 for 256, so its launches alone are some
@@ -29,13 +32,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from maglev import files
 from maglev.bench.jobs import Job, work_through
-from maglev.evaluate.recall_results import add_rows
+from maglev.evaluate.recall_results import add_rows, draw_costs, draw_rows, read_rows
+from maglev.plots import check_plot
+
+# has one recipe more
+LEVERS = Path(__file__).resolve().with_name("levers.py")
 
 
 def experiment(words: str, seed: int, arguments: argparse.Namespace, number: int, work: Path) -> Job:
     recipe, *own = words.split()
     run = work / f"{number:03d}-{recipe}-seed{seed}"
-    command = [sys.executable, "-m", "maglev", "eval", "recall", recipe, "--json", "--out", str(run)]
+    verbs = [str(LEVERS)] if recipe == "levers" else ["-m", "maglev"]
+    command = [sys.executable, *verbs, "eval", "recall", recipe, "--json", "--out", str(run)]
     command += ["--seed", str(seed)]
     passed_on = ("steps", "depth", "window", "context", "pairs", "variant", "data", "query_share", "spread", "rows")
     for name in passed_on:
@@ -60,7 +68,8 @@ def print_table(results: list[dict[str, Any]]) -> None:
     distances = list(dict.fromkeys(row["distance"] for result in results for row in result["rows"]))
     distances.sort(key=lambda label: int(label.split("-")[0]))
     width = max(len(result["experiment"]) for result in results)
-    print(f"\n{'experiment':{width}} seed memory    " + "".join(f"{label:>7}" for label in distances) + " seconds")
+    heads = "".join(f"{label:>7}" for label in distances)
+    print(f"\n{'experiment':{width}} seed memory    {heads}    cost seconds")
     for result in results:
         head = f"{result['experiment']:{width}} {result['seed']:4}"
         if result["status"]:
@@ -68,7 +77,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
         for source in dict.fromkeys(row["memory"] for row in result["rows"]):
             cells = {row["distance"]: row["accuracy"] for row in result["rows"] if row["memory"] == source}
             shown = "".join(f"{cells[label]:7.3f}" if label in cells else " " * 7 for label in distances)
-            print(f"{head} {source:9} {shown} {result['seconds']:7.0f}")
+            print(f"{head} {source:9} {shown} {result['rows'][0]['cost']:7.2f} {result['seconds']:7.0f}")
 
 
 def main() -> int:
@@ -90,8 +99,13 @@ def main() -> int:
     parser.add_argument("--values", type=int, default=32)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, help="a JSON file to add the rows to")
+    parser.add_argument("--plot", type=Path, help="recall by distance: SVG, PNG or PDF")
+    parser.add_argument("--cost-plot", type=Path, help="recall against training cost")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where runs and logs stay; else they are removed")
     arguments = parser.parse_args()
+    plots = {draw: path for draw, path in ((draw_rows, arguments.plot), (draw_costs, arguments.cost_plot)) if path}
+    for path in plots.values():
+        check_plot(path)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         work = arguments.keep or Path(name)
@@ -109,6 +123,8 @@ def main() -> int:
             files.write_json(work / "results.json", results)
     print_table(results)
     rows = [row for result in results for row in result["rows"]]
+    for draw, path in plots.items():
+        draw(path, read_rows(arguments.out) if arguments.out else rows)
     told = ("experiment", "seed", "status", "seconds", "error")
     runs = [{key: result[key] for key in told if key in result} for result in results]
     print(json.dumps({"runs": runs, "rows": rows, "seconds": round(time.monotonic() - began, 1)}))

@@ -11,7 +11,6 @@ import json
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,9 @@ from maglev.data.shards import TokenData, open_data
 from maglev.evaluate.bpb import bits_per_byte
 from maglev.evaluate.memories import sources_of
 from maglev.evaluate.runs import load_objective
+from maglev.recipes import RECIPES
 from maglev.train import launch
 
-RECIPES = ("swa-ssss", "transformer-slsl", "lrt-ssss", "maglev-shared-0.1", "maglev-separate-1")
 TOKENS_PER_STEP = 65_536
 UNSCALED = (524_288 / TOKENS_PER_STEP) ** 0.5
 RATES = {
@@ -51,12 +50,14 @@ def settings_of(
     data: TokenData, seed: int, *, window: int, steps: int = 0, passes: int = 1, given: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Of a run that goes over the text so many times, or takes so many steps; those given as KEY=VALUE come last."""
+    steps = steps or passes * data.splits["train"].tokens // TOKENS_PER_STEP
     settings = RATES | {
         "model.context": 1024,
         "model.window": window,
         "train.tokens_per_step": TOKENS_PER_STEP,
-        "train.steps": steps or passes * data.splits["train"].tokens // TOKENS_PER_STEP,
-        "train.validate_every": 0,
+        "train.steps": steps,
+        # once, at the end: whether the loop holds
+        "train.validate_every": max(1, steps),
         "train.checkpoint_every": 10**6,
         "train.seed": seed,
     }
@@ -66,13 +67,11 @@ def settings_of(
 def measure(recipe: str, seed: int, data: TokenData, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     run = work / f"{recipe}-{seed}"
     settings = settings_of(data, seed, window=arguments.window, steps=arguments.steps, given=arguments.set)
-    began = time.perf_counter()
     summary = launch.train(recipe, data.folder, run, Lines(every=100), depth=arguments.depth, settings=settings)
-    trained = time.perf_counter() - began
     config, objective, step = load_objective(run, torch.device(arguments.device), Lines(every=100).say)
     loader = Loader(data, "validation", config.model.context, seed=0, shuffle=False)
     row: dict[str, Any] = {"recipe": recipe, "seed": seed, "window": config.model.window, "steps": step}
-    row |= {"tokens": summary["tokens"], "train_seconds": round(trained, 1)}
+    row |= {"tokens": summary["tokens"], "train_seconds": round(summary["seconds"], 1)}
     for source in sources_of(objective):
         result = bits_per_byte(
             objective,
@@ -95,7 +94,7 @@ def main() -> None:
     parser.add_argument("--train", nargs="+", required=True)
     parser.add_argument("--validation", required=True)
     parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), help="all of them unless given")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--window", type=int, default=256)

@@ -170,6 +170,11 @@ class ClosedMaglevConfig(SharedMaglevConfig):
         start = self.rollout_start
         require(0 <= start < 1, f"objective.rollout_start is {start}; it must be at least 0 and below 1")
 
+    @property
+    def own_passes(self) -> float:
+        """Of P on its own memories in a step, the mean over training."""
+        return 1 - self.rollout_start
+
 
 @dataclass(frozen=True)
 class SeparateMaglevConfig:
@@ -292,6 +297,8 @@ def prefiller_config(model: ModelConfig, objective: SeparateMaglevConfig) -> Mod
 
 
 ObjectiveConfig = NextTokenConfig | LRTConfig | SharedMaglevConfig | SeparateMaglevConfig | ClosedMaglevConfig
+# those that a run's configuration may name
+OBJECTIVE_KINDS: dict[str, Any] = {kind.kind: kind for kind in get_args(ObjectiveConfig)}
 
 
 @dataclass(frozen=True)
@@ -422,12 +429,11 @@ class RunConfig:
         sections = {name: content for name, content in value.items() if name != "recipe"}
         for name, content in sections.items():
             require(isinstance(content, dict), f"section {name!r} of the run's configuration is not a JSON object")
-        kinds = {kind.kind: kind for kind in get_args(ObjectiveConfig)}
         kind = sections.get("objective", {}).get("kind")
-        require(kind in kinds, f"objective.kind is {kind!r}; known: {', '.join(kinds)}")
+        require(kind in OBJECTIVE_KINDS, f"objective.kind is {kind!r}; known: {', '.join(OBJECTIVE_KINDS)}")
         types: dict[str, Any] = {
             "model": ModelConfig,
-            "objective": kinds[kind],
+            "objective": OBJECTIVE_KINDS[kind],
             "optimizer": OptimizerConfig,
             "data": DataConfig,
             "train": TrainConfig,

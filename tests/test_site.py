@@ -87,6 +87,7 @@ def test_results_are_those_of_the_files(site: Path, results: ModuleType) -> None
 
 def test_recall_is_shown_by_distance(results: ModuleType) -> None:
     facts = {"recipe": "swa-ssss", "depth": 2, "window": 8, "pairs": 4, "variant": "pairs", "steps": 9, "settings": {}}
+    facts |= {"cost": 0.5}
     rows = [
         facts | {"memory": memory, "distance": distance, "seed": seed, "accuracy": accuracy}
         for memory, distance, seed, accuracy in (
@@ -97,8 +98,27 @@ def test_recall_is_shown_by_distance(results: ModuleType) -> None:
         )
     ]
     head, _, lifted, recurrent = results.recall({"rows": rows}).splitlines()
-    assert head.endswith("| seeds | memory | 0-1 | 1-2 |")
-    assert lifted.endswith("| 1 | lifted | 1.00 |  |") and recurrent.endswith("| 2 | recurrent | 0.60 | 0.25 |")
+    assert head.endswith("| seeds | cost | memory | 0-1 | 1-2 |")
+    assert lifted.endswith("| 1 | 0.50 | lifted | 1.000 |  |")
+    assert recurrent.endswith("| 2 | 0.50 | recurrent | 0.600 | 0.250 |")
+
+
+def test_options_and_lengths_are_shown(results: ModuleType) -> None:
+    sizes = {"deployed": 5000, "prefiller": 4, "state_bytes": 8456, "train_tokens_per_s": 1234, "step_tokens_per_s": 56}
+    row = {"option": "Q full", "seed": 0, "metric": "recall", "recurrent": 0.5, "lifted": 0.75, "contraction_step": 0.6}
+    plain = row | {"option": "swa", "lifted": None, "contraction_step": None}
+    failed = {"option": "teacher", "seed": 0, "error": "no time"}
+    head, _, *lines = results.options({"rows": [row | sizes, plain | sizes, failed]}).splitlines()
+    assert "recall, recurrent" in head and len(lines) == 2
+    assert lines[0] == "| Q full | 0 | 0.5000 | 0.7500 | 0.60 | 5,000 | 4 | 8,456 | 1,234 | 56 | - |"
+    assert lines[1].startswith("| swa | 0 | 0.5000 | - | - | 5,000 |")
+    parts = [{"first": first, "last": last, "bpb_recurrent": 1.5} for first, last in ((0, 7), (8, 15), (16, 31))]
+    runs = [
+        {"recipe": name, "seed": 0, "trained_context": 8, "by_position": parts} for name in ("swa-ssss", "lrt-ssss")
+    ]
+    head, _, *lines = results.length({"runs": runs}).splitlines()
+    assert head == "| positions | `swa-ssss`, seed 0 | `lrt-ssss`, seed 0 |"
+    assert lines[-1] == "| 2 to 4 | 1.5000 | 1.5000 |"
 
 
 def test_a_small_table_is_shown_as_the_verb_writes_it(

@@ -51,21 +51,51 @@ def paper_table(content: Content) -> str:
 
 def recall(content: Content) -> str:
     """Accuracy by distance, a row per recipe, settings and memory source: the mean over seeds."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    found: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     for row in content["rows"]:
         shape = (
             f"depth {row['depth']}, W {row['window']}, {row['pairs']} pairs ({row['variant']}), {row['steps']} steps"
         )
         changed = [f"{key}={value}" for key, value in row["settings"].items()]
-        name = (", ".join([f"`{row['recipe']}`", shape, *changed]), row["memory"])
+        name = (", ".join([f"`{row['recipe']}`", shape, *changed]), f"{row['cost']:.2f}", row["memory"])
         found.setdefault(name, {}).setdefault(row["distance"], []).append(row["accuracy"])
     distances = list(dict.fromkeys(row["distance"] for row in content["rows"]))
     rows = []
-    for (name, memory), by_distance in found.items():
+    for (name, cost, memory), by_distance in found.items():
         means = [by_distance.get(each) for each in distances]
         seeds = max(len(values) for values in by_distance.values())
-        rows.append([name, str(seeds), memory, *(f"{sum(each) / len(each):.2f}" if each else "" for each in means)])
-    return table(["recipe", "seeds", "memory", *distances], rows)
+        rows.append(
+            [name, str(seeds), cost, memory, *(f"{sum(each) / len(each):.3f}" if each else "" for each in means)]
+        )
+    return table(["recipe", "seeds", "cost", "memory", *distances], rows)
+
+
+def options(content: Content) -> str:
+    """What the paper leaves open: quality, stability, size and speed of each."""
+    columns = {"contraction_step": ".2f", "deployed": ",", "prefiller": ",", "state_bytes": ","}
+    columns |= {"train_tokens_per_s": ",", "step_tokens_per_s": ",", "fast_tokens_per_s": ","}
+    measured = [row for row in content["rows"] if "error" not in row]
+    rows = [
+        [row["option"], str(row["seed"])]
+        + ["-" if row[key] is None else f"{row[key]:.4f}" for key in ("recurrent", "lifted")]
+        + ["-" if row.get(key) is None else format(row[key], form) for key, form in columns.items()]
+        for row in measured
+    ]
+    metrics = ", ".join(sorted({row["metric"] for row in measured}))
+    heads = [f"{metrics}, recurrent", "lifted", "left by a step", "deployed", "Q's own", "state", "trained/s"]
+    return table(["option", "seed", *heads, "steps/s", "by kernels"], rows)
+
+
+def length(content: Content) -> str:
+    """Recurrent bits per byte by position, in lengths of the training rows."""
+    runs = content["runs"]
+    trained = runs[0]["trained_context"]
+    rows = [
+        [f"{parts[0]['first'] // trained} to {(parts[0]['last'] + 1) // trained}"]
+        + [f"{part['bpb_recurrent']:.4f}" for part in parts]
+        for parts in zip(*(run["by_position"] for run in runs), strict=True)
+    ]
+    return table(["positions", *(f"`{run['recipe']}`, seed {run['seed']}" for run in runs)], rows)
 
 
 def train(content: Content) -> str:
@@ -195,6 +225,8 @@ KINDS = {
         "python benchmarks/small_table.py",
         is_table,
     ),
+    "options": Kind(options, "python benchmarks/options.py", lambda stem, content: stem.startswith("options")),
+    "length": Kind(length, "maglev eval length", lambda stem, content: stem.startswith("length")),
     "text": Kind(text, "python benchmarks/text.py", lambda stem, content: stem.startswith("text")),
 }
 

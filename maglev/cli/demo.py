@@ -188,11 +188,11 @@ def run_report(entry: Measured) -> "RunReport":
         for source, found in entry.results.items()
     }
     checks = [row for row in read_metrics(entry.run) if row["kind"] == "validation" and "contraction_step" in row]
+    checked = [row["step"] for row in checks]
     contraction = {
-        name: Curve([row["step"] for row in checks], [row[f"contraction_{name}"] for row in checks])
-        for name in ("pass", "step")
-        if checks
+        name: Curve(checked, [row[f"contraction_{name}"] for row in checks]) for name in ("pass", "step") if checks
     }
+    shares = zip(*(row["memory_share"] for row in checks), strict=True)
     return RunReport(
         name=entry.recipe,
         label=LABELS[entry.recipe],
@@ -202,6 +202,8 @@ def run_report(entry: Measured) -> "RunReport":
         bits_per_byte={source: found.value for source, found in entry.results.items()},
         by_position=positions,
         state_bytes=entry.state_bytes,
+        gap=Curve(checked, [row["bpb_recurrent_minus_lifted"] for row in checks]) if checks else None,
+        memory_share=[Curve(checked, layer) for layer in shares],
     )
 
 

@@ -8,6 +8,9 @@ from maglev.cli.options import AsJson, DataFolder, Device, Memory, RunArgument, 
 from maglev.cli.output import console, emit, keep, progress, say
 from maglev.errors import RequestError
 
+# readings at a time, of 8,192 tokens each
+STEPPED_ROWS = 1024
+
 
 def names(
     run: RunArgument,
@@ -41,9 +44,12 @@ def names(
     if not asked:
         raise RequestError(f"no name comes twice in the {len(texts)} longest documents of {data}; give longer ones")
     with progress("documents") as meter:
+        # a step costs a GPU its launches, however many rows it has
+        stepped = place.type == "cuda" and memory == "recurrent" and objective.decoder.injection is not None
         answers = probe.ask(
             objective, asked, source, DEFAULT_PASSES,
             lambda done, total: meter.update(f"names, {memory}", done, total),
+            STEPPED_ROWS if stepped else 0,
         )  # fmt: skip
     reach = plain_reach(config.model)
     result: dict[str, Any] = {"run": str(run), "recipe": config.recipe, "step": step, "data": data.resolve().name}

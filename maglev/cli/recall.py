@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 STEPS, DEPTH, WINDOW, CONTEXT = 2000, 4, 16, 1024
 ROWS_PER_STEP = 64
+# of the last validation: what a disturbance of the memory comes to, and how much of K/V is memory
+LOOP = ("contraction_pass", "contraction_step", "memory_share")
 # what these say is where and how a run goes, not what it is
 UNTOLD = {"train.device", "train.tensorboard", "train.threads", "train.rows_per_pass", "train.compile"}
 UNTOLD |= {f"train.{name}" for name in ("checkpoint_every", "validate_every", "validation_rows", "log_every")}
@@ -130,7 +132,8 @@ def default_settings(context: int, window: int, steps: int, seed: int, tokens_pe
         "train.seed": seed,
         "train.tokens_per_step": tokens,
         "train.checkpoint_every": max(1, steps),
-        "train.validate_every": 0,
+        # half-way and at the end: whether the loop holds
+        "train.validate_every": max(1, steps // 2),
         "train.log_every": max(1, steps // 200),
         "train.tensorboard": "false",
         "optimizer.matrix_lr": 0.006 * whole,
@@ -258,7 +261,9 @@ def measure(
                 show = partial(meter.update, f"without a needle, {source}")
                 answers = needle_gains(objective, rows, source, passes=number, count=count, progress=show)
                 gains |= gain_rows(answers, source, reach)
-    seconds = next((row["seconds"] for row in reversed(read_metrics(run)) if row["kind"] == "train"), 0.0)
+    metrics = read_metrics(run)
+    seconds = next((row["seconds"] for row in reversed(metrics) if row["kind"] == "train"), 0.0)
+    loop: dict[str, Any] = next((row for row in reversed(metrics) if "contraction_step" in row), {})
     on_text = not (run / RECALL).exists()
     table = result_rows(
         config,
@@ -276,6 +281,7 @@ def measure(
     facts = {"run": str(run), "recipe": config.recipe, "seed": config.train.seed, "step": step}
     facts |= {"task": task.to_dict(), "context": rows.context, "window": config.model.window}
     facts |= {"depth": config.model.depth, "reach": reach, "chance": task.chance}
+    facts["loop"] = {key: loop[key] for key in LOOP if key in loop}
     return facts | {f"recall_{result.source}": result.beyond_reach for result in found} | {"rows": table}
 
 
@@ -336,6 +342,10 @@ def render(value: dict[str, Any]) -> None:
     beyond = [value[f"recall_{source}"] for source in sources]
     table.add_row("beyond 1", "", *(f"{number:.3f}" for number in beyond), style="bold")
     out.print(table)
+    if value["loop"]:
+        out.print(
+            f"of a disturbance of the memory a step of the recurrence leaves {value['loop']['contraction_step']:.2f}"
+        )
     if gained:
         out.print(
             "'gain': nats that the value costs more if another needle stood in its place; 0: nothing was remembered",

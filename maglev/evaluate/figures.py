@@ -98,6 +98,42 @@ def contraction_figure(runs: Sequence[RunReport]) -> str:
     return render("what is left of a disturbance of the memory", draw)
 
 
+def gap_figure(runs: Sequence[RunReport]) -> str:
+    palette = colours([run.name for run in runs])
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.add_subplot()
+        axes.axhline(0, color=INK, linewidth=0.8, alpha=0.5)
+        for run in runs:
+            if run.gap is not None:
+                colour = palette[run.name]
+                axes.plot(run.gap.x, run.gap.y, marker="o", color=colour, linewidth=LINE, label=run.label)
+        axes.set_xlabel("step of training")
+        axes.set_ylabel("bits per byte, recurrent less lifted")
+        axes.legend()
+
+    return render("recurrent less lifted over steps", draw)
+
+
+def share_figure(runs: Sequence[RunReport]) -> str:
+    """A line per layer, the first one faintest."""
+    palette = colours([run.name for run in runs])
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.add_subplot()
+        for run in runs:
+            for layer, curve in enumerate(run.memory_share, start=1):
+                depth = layer / len(run.memory_share)
+                label = f"{run.label}, last layer" if depth == 1 else None
+                axes.plot(curve.x, curve.y, color=palette[run.name], alpha=depth, linewidth=LINE, label=label)
+        axes.set_xlabel("step of training")
+        axes.set_ylabel("part of keys and values")
+        axes.set_ylim(0, 1)
+        axes.legend()
+
+    return render("the part of keys and values that comes from memory", draw)
+
+
 def draw_smoothed(axes: "Axes", runs: Sequence[RunReport], curves: Sequence[Curve | None]) -> None:
     palette = colours([run.name for run in runs])
     for run, curve in zip(runs, curves, strict=True):

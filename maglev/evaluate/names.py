@@ -93,13 +93,18 @@ def find_documents(texts: Sequence[np.ndarray], pieces: Sequence[bytes], most: i
         probes = []
         for name, places in sorted(names.items()):
             others = [other for other in by_size[len(name)] if other not in names]
-            if len(places) > 1 and others:
+            if len(places) > 1 and others and read_once(tokens[: places[1]], text_of(name, pieces), pieces):
                 probes.append(Probe(places[0], places[1], others[int(draw.integers(len(others)))]))
         # far ones are rare, and what this is about
         probes.sort(key=lambda probe: -probe.distance)
         if probes:
             found.append(Document(tokens.astype(np.int64), tuple(probes[:most])))
     return found
+
+
+def read_once(tokens: np.ndarray, name: bytes, pieces: Sequence[bytes]) -> bool:
+    """Not another time in other tokens, as after a quotation mark."""
+    return text_of(tuple(tokens.tolist()), pieces).count(name.strip()) == 1
 
 
 def read_documents(split: Split, count: int, longest: int) -> list[np.ndarray]:
@@ -128,22 +133,51 @@ def ask(
     source: Source,
     passes: int,
     progress: Callable[[int, int], None] | None = None,
+    rows: int = 0,
 ) -> list[dict[str, float]]:
-    """For every probe: its distance, what the name cost where it came again, and how much more without its first."""
-    device, found = objective.decoder.device, []
-    for number, document in enumerate(documents):
-        end = max(probe.again + len(probe.other) for probe in document.probes)
-        rows = np.repeat(document.tokens[None, :end], 1 + len(document.probes), axis=0)
-        for row, probe in zip(rows[1:], document.probes, strict=True):
-            row[probe.first : probe.first + len(probe.other)] = probe.other
-        kept, *without = token_nats(objective, torch.from_numpy(rows).to(device), source, passes).cpu()
-        for nats, probe in zip(without, document.probes, strict=True):
-            span = slice(probe.again, probe.again + len(probe.other))
-            own = float(kept[span].sum())
-            found.append({"distance": probe.distance, "nats": own, "gain": float(nats[span].sum()) - own})
+    """For every probe: its distance, what the name cost where it came again, and how much more without its first.
+
+    Documents are read one by one, or together as long as that makes no more than `rows` readings."""
+    device, found, done = objective.decoder.device, list[dict[str, float]](), 0
+    for some in taken_together(documents, rows):
+        read = [readings(document) for document in some]
+        tokens = np.zeros((sum(map(len, read)), max(each.shape[1] for each in read)), dtype=np.int64)
+        first = 0
+        for each in read:
+            # nothing sees ahead, so what a shorter one is filled up with does not matter
+            tokens[first : first + len(each), : each.shape[1]] = each
+            first += len(each)
+        nats = iter(token_nats(objective, torch.from_numpy(tokens).to(device), source, passes).cpu())
+        for document in some:
+            kept = next(nats)
+            for probe in document.probes:
+                span = slice(probe.again, probe.again + len(probe.other))
+                own = float(kept[span].sum())
+                found.append({"distance": probe.distance, "nats": own, "gain": float(next(nats)[span].sum()) - own})
+        done += len(some)
         if progress:
-            progress(number + 1, len(documents))
+            progress(done, len(documents))
     return found
+
+
+def readings(document: Document) -> np.ndarray:
+    """The document as it is, then with another name in each first place. (1 + probes, T)"""
+    end = max(probe.again + len(probe.other) for probe in document.probes)
+    rows = np.repeat(document.tokens[None, :end], 1 + len(document.probes), axis=0)
+    for row, probe in zip(rows[1:], document.probes, strict=True):
+        row[probe.first : probe.first + len(probe.other)] = probe.other
+    return rows
+
+
+def taken_together(documents: Sequence[Document], rows: int) -> Iterator[list[Document]]:
+    some: list[Document] = []
+    for document in documents:
+        if some and sum(1 + len(each.probes) for each in (*some, document)) > rows:
+            yield some
+            some = []
+        some.append(document)
+    if some:
+        yield some
 
 
 def by_distance(answers: Sequence[dict[str, float]], reach: int) -> list[dict[str, Any]]:

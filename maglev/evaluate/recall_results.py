@@ -1,5 +1,6 @@
 """Rows of recall: one per distance and memory source, kept in a JSON file, drawn as a figure."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maglev import files
-from maglev.config import RunConfig
+from maglev.config import RunConfig, SharedMaglevConfig
 from maglev.data.recall import RecallConfig
 from maglev.errors import RequestError
 from maglev.evaluate.figures import LINE, LINE_STYLES, SIZE, colours
@@ -26,6 +27,8 @@ Row = dict[str, Any]
 INSIDE = 4
 # what was found; all else says what was measured
 MEASURED = {"accuracy", "items", "training_seconds", "nats", "gain", "gain_error"}
+# distances, in plain reaches, that recall is drawn for against its cost
+COST_RANGES = ((1, 4), (4, 16))
 
 
 def result_rows(
@@ -48,6 +51,7 @@ def result_rows(
     facts |= {"seed": config.train.seed, "steps": steps, "settings": settings} | (text or {})
     facts["training_flops"] = round(3 * objective_flops(config) * config.train.tokens_per_step * steps)
     facts["training_seconds"] = round(seconds, 1)
+    facts["cost"] = round(objective_flops(config) / objective_flops(papers(config)), 3)
     return [
         facts
         | {"memory": result.source, "passes": result.passes, "distance": bucket.label}
@@ -56,6 +60,12 @@ def result_rows(
         for result in results
         for bucket in result.buckets
     ]
+
+
+def papers(config: RunConfig) -> RunConfig:
+    """The paper's objective at that size: what a training cost is told in, for the same steps."""
+    model = dataclasses.replace(config.model, window_pattern="SSSS", memory="kv", injection="shared_kv")
+    return dataclasses.replace(config, model=model, objective=SharedMaglevConfig())
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -109,26 +119,71 @@ def draw_recall(figure: "Figure", rows: Sequence[Row]) -> None:
         figure.legend(loc="outside right upper")
 
 
-def curves(rows: Sequence[Row]) -> list[tuple[str, str, str, list[tuple[float, float]]]]:
-    """(name, recipe, memory source, points) of all rows that differ in seed and distance alone."""
+def draw_costs(path: Path, rows: Sequence[Row]) -> None:
+    """Recurrent accuracy over what training took, the mean over seeds: a line where only the steps differ."""
+    save_plot(path, partial(draw_cost_curves, rows=[row for row in rows if row["memory"] == "recurrent"]), WIDE)
+
+
+def draw_cost_curves(figure: "Figure", rows: Sequence[Row]) -> None:
+    palette = colours(list(dict.fromkeys(row["recipe"] for row in rows)))
+    for axes, (first, last) in zip(figure.subplots(1, len(COST_RANGES), sharey=True), COST_RANGES, strict=True):
+        for name, recipe, points in cost_curves(rows, first, last):
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, marker="o", markersize=4, color=palette[recipe], linewidth=LINE, label=name)
+        axes.set_xscale("log")
+        axes.set_ylim(-0.02, 1.02)
+        axes.set_xlabel("FLOPs of training")
+        axes.set_title(f"{first} to {last} plain reaches", fontsize=9)
+    figure.axes[0].set_ylabel("recall, recurrent")
+    figure.axes[0].legend()
+
+
+def cost_curves(rows: Sequence[Row], first: int, last: int) -> list[tuple[str, str, list[tuple[float, float]]]]:
+    """(name, recipe, points) of the questions from so far; a point is the FLOPs of a run and its accuracy."""
+    drawn = []
+    for name, group in groups(rows, ("seed", "distance", "steps", "training_flops")):
+        right: dict[float, float] = {}
+        asked: dict[float, int] = {}
+        for row in group:
+            near, far = map(int, row["distance"].split("-"))
+            if first <= near and far <= last:
+                cost = row["training_flops"]
+                right[cost] = right.get(cost, 0.0) + row["accuracy"] * row["items"]
+                asked[cost] = asked.get(cost, 0) + row["items"]
+        if asked:
+            drawn.append((name, group[0]["recipe"], [(cost, right[cost] / asked[cost]) for cost in sorted(asked)]))
+    return drawn
+
+
+def groups(rows: Sequence[Row], but: Sequence[str]) -> list[tuple[str, list[Row]]]:
+    """Rows that differ in these alone, with what tells them from others."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        same = {key: value for key, value in row.items() if key not in ("seed", "distance")}
+        same = {key: value for key, value in row.items() if key not in but}
         found.setdefault(identity(same), []).append(row)
-    drawn = []
     tasks = {(row["variant"], row["pairs"]) for row in rows}
     telling = telling_settings(rows)
+    named = []
     for group in found.values():
         first = group[0]
         words = [first["recipe"], first["memory"]]
         words += [f"{first['variant']} {first['pairs']}"] if len(tasks) > 1 else []
         words += ["trained on text"] if first.get("trained_on") == "text" else []
         words += [f"{key.split('.')[-1]} {shown(value)}" for key, value in first["settings"].items() if key in telling]
+        named.append((", ".join(words), group))
+    return named
+
+
+def curves(rows: Sequence[Row]) -> list[tuple[str, str, str, list[tuple[float, float]]]]:
+    """(name, recipe, memory source, points) of all rows that differ in seed and distance alone."""
+    drawn = []
+    for name, group in groups(rows, ("seed", "distance")):
+        first = group[0]
         values: dict[str, list[float]] = {}
         for row in group:
             values.setdefault(row["distance"], []).append(row["accuracy"])
         points = sorted((middle(label), sum(own) / len(own)) for label, own in values.items())
-        drawn.append((", ".join(words), first["recipe"], first["memory"], points))
+        drawn.append((name, first["recipe"], first["memory"], points))
     return drawn
 
 

@@ -9,8 +9,10 @@ from maglev.evaluate.figures import (
     colours,
     consistency_figure,
     contraction_figure,
+    gap_figure,
     growth_figure,
     position_figure,
+    share_figure,
     training_figure,
 )
 from maglev.evaluate.report_content import SOURCES, Curve, Report, RunReport, Sample, StateGrowth
@@ -127,6 +129,20 @@ def plots(content: Report) -> Iterator[str]:
             "Whether the loop holds",
             "What is left of a small disturbance of the memory after one step of the recurrence, and after one "
             "parallel pass. Below 1 the decoder's own errors die out, above 1 they grow.",
+        )
+    if any(run.gap is not None for run in runs):
+        yield figure(
+            gap_figure(runs),
+            "What closing the loop costs",
+            "How much worse the decoder predicts on memory of its own (recurrent) than on its prefiller's (lifted), on "
+            "validation text. Below zero it is better by itself.",
+        )
+    if any(run.memory_share for run in runs):
+        yield figure(
+            share_figure(runs),
+            "How much of attention is memory",
+            "The part of the mixed keys and values that comes from the memory, by their lengths: a line per layer, "
+            "the first one faintest.",
         )
     if any(run.by_position for run in runs):
         yield figure(

@@ -31,6 +31,8 @@ class RunReport:
     bits_per_byte: Mapping[str, float] = field(default_factory=dict)  # by memory source
     by_position: Mapping[str, Curve] = field(default_factory=dict)  # memory source to (position, bits per byte)
     state_bytes: int | None = None
+    gap: Curve | None = None  # step of training, bits per byte recurrent less lifted
+    memory_share: Sequence[Curve] = ()  # of every layer: step of training, the part of K/V that is memory
 
 
 @dataclass(frozen=True)

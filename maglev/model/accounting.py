@@ -130,8 +130,8 @@ def objective_flops(config: RunConfig) -> float:
     if isinstance(objective, SharedMaglevConfig):
         windows = tile_windows(objective.prefiller_pattern, model.depth, model.window, model.context)
         if isinstance(objective, ClosedMaglevConfig):
-            # P twice, on Q's memories and, as soon as it does, on its own, and Q's readout
-            forward += forward * (1 - objective.rollout_start)
+            # P on Q's memories and, as soon as it does, on its own, and Q's readout
+            forward += forward * objective.own_passes
             forward += 2 * model.vocab_size * model.width * (objective.prefiller_weight > 0)
         return forward + stack_flops(model, windows)
     if objective.prefiller_from:

@@ -1,5 +1,6 @@
 """How memory is learned; training only. `build` makes the objective of a recipe."""
 
+from collections.abc import Callable
 from typing import Any
 
 from maglev.config import ClosedMaglevConfig, LRTConfig, NextTokenConfig, RunConfig, SharedMaglevConfig
@@ -15,6 +16,9 @@ from maglev.objectives.pretrained import PretrainedPrefiller
 from maglev.recipes import PAPER_DEPTH, run_config
 
 __all__ = ["Losses", "Objective", "build", "build_objective"]
+
+# objectives that are tried outside of the package, by the type of their configuration
+OTHERS: dict[type, Callable[[RunConfig], Objective]] = {}
 
 
 def build(recipe: str, depth: int = PAPER_DEPTH, *, seed: int = 0, **settings: Any) -> Objective:
@@ -33,8 +37,10 @@ def build(recipe: str, depth: int = PAPER_DEPTH, *, seed: int = 0, **settings: A
 
 def build_objective(config: RunConfig) -> Objective:
     """The modules of a run with their weights unset: `initialise` or a checkpoint fills them."""
-    decoder = Decoder(config.model)
     objective = config.objective
+    if type(objective) in OTHERS:
+        return OTHERS[type(objective)](config)
+    decoder = Decoder(config.model)
     if isinstance(objective, NextTokenConfig):
         return NextTokenObjective(decoder)
     if isinstance(objective, LRTConfig):

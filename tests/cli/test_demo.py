@@ -20,8 +20,9 @@ def test_it_leaves_two_runs_their_numbers_and_a_report(tmp_path: Path, capsys: p
     assert swa["state_bytes"] == maglev["state_bytes"]
     assert len([row for row in read_metrics(out / "maglev-shared-0.1") if row["kind"] == "train"]) == 4
     page = Path(result["report"]).read_text(encoding="utf-8")
-    # losses, consistency, what is left of a disturbance, by position, state against length
-    assert page.count("<svg") == 5
+    # losses, consistency, what is left of a disturbance, what closing the loop costs, the memory's share, by position,
+    # state against length
+    assert page.count("<svg") == 7
     assert not re.search(r'(?:src|href)="(?!#)', page)
     for number in (swa["bpb_recurrent"], maglev["bpb_recurrent"], maglev["bpb_lifted"]):
         assert f"{number:.4f}" in page

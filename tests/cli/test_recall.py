@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from maglev.__main__ import main
+from maglev.runs import read_metrics
 from tests.processes import ROOT
 from tests.small_runs import Train, one_line
 
@@ -39,6 +40,15 @@ def test_a_recipe_is_trained_and_measured_a_run_only_measured(
     assert {row["distance"] for row in rows} == {"0-1", "1-2", "2-4", "4-8", "8-16"}
     assert all(row["settings"] == {"train.tokens_per_step": 128} and row["training_flops"] > 0 for row in rows)
     assert all(row["passes"] == (3 if row["memory"] == "refined" else None) for row in rows)
+    # whether the loop holds is measured on the way
+    on_the_way = [row for row in read_metrics(run) if row["kind"] == "validation"]
+    assert [row["step"] for row in on_the_way] == [1, 2]
+    for row in on_the_way:
+        assert row["recall_recurrent_minus_lifted"] == row["recall_recurrent"] - row["recall_lifted"]
+        assert row["contraction_step"] >= 0 and row["contraction_pass"] >= 0 and len(row["memory_share"]) == 1
+    assert first["loop"] == {
+        key: on_the_way[-1][key] for key in ("contraction_pass", "contraction_step", "memory_share")
+    }
     assert Path(first["plot"]) == run / "recall.svg" and "<svg" in (run / "recall.svg").read_text()
     # the run is finished: the same again trains nothing and finds the same
     again = run_json([RECIPE, *TINY, "--out", str(run), "--results", str(results)], capsys)
@@ -142,6 +152,7 @@ def test_needles_are_asked_of_a_run_on_them_and_of_a_run_on_text(
 
 
 def test_the_benchmark_trains_several_at_a_time_and_ends_with_json(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     script = ROOT / "benchmarks" / "recall.py"
     command = [
         sys.executable,
@@ -154,6 +165,7 @@ def test_the_benchmark_trains_several_at_a_time_and_ends_with_json(tmp_path: Pat
         "2",
     ]
     command += [*TINY[:-2], "--settings", "train.tokens_per_step=128", "--out", str(tmp_path / "r.json")]
+    command += ["--cost-plot", str(tmp_path / "cost.svg")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
     result = json.loads(done.stdout.strip().splitlines()[-1])
@@ -166,4 +178,5 @@ def test_the_benchmark_trains_several_at_a_time_and_ends_with_json(tmp_path: Pat
     (settings,) = {json.dumps(row["settings"]) for row in result["rows"]}
     assert json.loads(settings) == {"train.tokens_per_step": 128, "objective.passes": 3}
     assert json.loads((tmp_path / "r.json").read_text())["rows"] == result["rows"]
-    assert "recurrent" in done.stdout
+    assert "recurrent" in done.stdout and "cost" in done.stdout
+    assert "FLOPs of training" in (tmp_path / "cost.svg").read_text()

@@ -43,6 +43,28 @@ def test_short_names_are_left_out_and_the_farthest_kept() -> None:
     assert [(probe.first, probe.again) for probe in found.probes] == [(2, 10)]
 
 
+def test_a_name_that_came_in_between_in_other_tokens_was_read_more_than_once() -> None:
+    pieces = [*PIECES, b'"Bar']
+    one, two = [BOS, BAR, TOLO, THE, DOT, BAR, TOLO], [BOS, CID, TOLO, DOT]
+    assert len(names.find_documents(texts(one, two), pieces, most=9)) == 1
+    one[3:5] = [12, TOLO]
+    assert names.find_documents(texts(one, two), pieces, most=9) == []
+
+
+def test_documents_read_together_answer_as_they_do_alone() -> None:
+    objective, draw = small("maglev-shared-0.1"), np.random.default_rng(1)
+    documents = [
+        names.Document(draw.integers(5, 30, size), (names.Probe(1, size - 4, (4, 4)), names.Probe(3, 9, (2,))))
+        for size in (30, 17, 24)
+    ]
+    assert [len(some) for some in names.taken_together(documents, 6)] == [2, 1]
+    assert [len(some) for some in names.taken_together(documents, 0)] == [1, 1, 1]
+    alone, together = (names.ask(objective, documents, "recurrent", 3, rows=rows) for rows in (0, 9))
+    assert [answer["distance"] for answer in together] == [23, 5, 10, 5, 17, 5]
+    for mine, theirs in zip(together, alone, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-9) and mine["gain"] != 0
+
+
 @pytest.mark.parametrize(("distance", "bucket"), [(0, 0), (10, 0), (11, 1), (20, 1), (21, 2), (40, 2), (41, 3)])
 def test_buckets_double(distance: int, bucket: int) -> None:
     assert names.bucket_of(distance, 10) == bucket

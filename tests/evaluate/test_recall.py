@@ -14,7 +14,15 @@ from maglev.errors import RequestError
 from maglev.evaluate import recall as module
 from maglev.evaluate.memories import Source, memories
 from maglev.evaluate.recall import RecallResult, plain_reach, predict, recall, recall_sources
-from maglev.evaluate.recall_results import add_rows, curves, draw_rows, read_rows, result_rows
+from maglev.evaluate.recall_results import (
+    add_rows,
+    cost_curves,
+    curves,
+    draw_costs,
+    draw_rows,
+    read_rows,
+    result_rows,
+)
 from maglev.objectives.losses import Objective
 from maglev.recipes import run_config
 from tests.helpers import small
@@ -137,11 +145,32 @@ def test_every_source_that_an_objective_has_is_named() -> None:
 
 
 def rows_of(recipe: str, seed: int, accuracy: float) -> list[dict[str, object]]:
-    config = run_config(recipe, 4, {"model.window": 16, "train.seed": seed, "train.tokens_per_step": 2048})
+    settings = {"model.window": 16, "model.vocab_size": 72, "train.seed": seed, "train.tokens_per_step": 2048}
+    config = run_config(recipe, 4, settings)
     items = np.zeros(200, dtype=np.int64)
     items[1:] = 100
     result = RecallResult("recurrent", None, 60, (items * accuracy).astype(np.int64), items)
     return result_rows(config, TASK, 200, [result], steps=5, seconds=1.0, settings={})
+
+
+def test_recall_against_cost_is_a_curve_where_steps_alone_differ() -> None:
+    """Weighed by questions, over seeds; what lies nearer or farther is not counted."""
+    short = [*rows_of("maglev-closed", 0, 0.5), *rows_of("maglev-closed", 1, 1.0)]
+    # twice the steps are twice the FLOPs
+    long = [row | {"steps": 10, "training_flops": 2 * row["training_flops"], "accuracy": 0.9} for row in short]
+    swa = rows_of("swa-ssss", 0, 0.1)
+    flops = short[0]["training_flops"]
+    assert (short[0]["distance"], short[-1]["distance"]) == ("0-1", "2-4")
+    closed, plain = cost_curves([*long, *short, *swa], 1, 4)
+    assert closed == ("maglev-closed, recurrent", "maglev-closed", [(flops, 0.75), (2 * flops, pytest.approx(0.9))])
+    assert plain[1:] == ("swa-ssss", [(swa[0]["training_flops"], pytest.approx(0.1))])
+    assert cost_curves(short, 4, 16) == []
+
+
+def test_a_cost_is_told_in_that_of_the_papers_objective() -> None:
+    paper, closed, swa = (rows_of(name, 0, 1.0)[0] for name in ("maglev-shared-1", "maglev-closed", "swa-ssss"))
+    assert paper["cost"] == 1 and 1.3 < closed["cost"] <= 1.5 and swa["cost"] < 0.7
+    assert closed["cost"] == pytest.approx(closed["training_flops"] / paper["training_flops"], abs=1e-3)
 
 
 def test_rows_are_added_once_and_drawn(tmp_path: Path) -> None:
@@ -169,6 +198,8 @@ def test_rows_are_added_once_and_drawn(tmp_path: Path) -> None:
     assert [name for name, *_ in curves(asked)] == ["swa-ssss, recurrent, trained on text"]
     assert len(add_rows(tmp_path / "text.json", [*asked, *(row | {"gain": 0.1} for row in asked)])) == 3
     pytest.importorskip("matplotlib")
+    draw_costs(tmp_path / "c.svg", again)
+    assert "1 to 4 plain reaches" in (tmp_path / "c.svg").read_text()
     draw_rows(tmp_path / "r.png", again)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(RequestError, match=r"must end in one of \.svg, \.png, \.pdf"):

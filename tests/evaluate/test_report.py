@@ -67,6 +67,8 @@ def example() -> Report:
         {"recurrent": 1.8897, "lifted": 1.8841, "refined": float("nan")},
         {"recurrent": positions, "lifted": positions},
         state_bytes=1032,
+        gap=Curve([50, 100], [0.02, 0.01]),
+        memory_share=[Curve([50, 100], [0.4, 0.5]), Curve([50, 100], [0.5, 0.3])],
     )
     return Report(
         title=f"A title {HOSTILE}",
@@ -116,6 +118,13 @@ def test_numbers_name_their_memory_source(source: str) -> None:
     assert "0.0226 bits per byte fewer than SWA" in text
     assert "SWA, recurrent" in text and "memory: recurrent" in text
     assert "nan" not in text and "refined</th>" not in source
+
+
+def test_what_says_whether_the_loop_holds_is_drawn(source: str) -> None:
+    text = Page(source).text
+    for title in ("Whether the loop holds", "What closing the loop costs", "How much of attention is memory"):
+        assert title in text
+    assert "bits per byte, recurrent less lifted" in text and "last layer" in text
 
 
 def test_ink_follows_the_page(source: str) -> None:

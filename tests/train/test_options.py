@@ -33,6 +33,14 @@ def trained_run(recipe: str, data: Path, run: Path, settings: dict[str, Any], de
     rows = read_metrics(run)
     losses = [row["next_token_loss"] for row in rows if row["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.1
+    assert_steps_as_it_passes(run)
+    (validation,) = [row for row in rows if row["kind"] == "validation"]
+    assert all(math.isfinite(validation[key]) for key in ("bpb_recurrent", "contraction_pass", "contraction_step"))
+    return validation
+
+
+def assert_steps_as_it_passes(run: Path) -> None:
+    """The recurrence identity of what was stored."""
     lm = maglev.load(run, dtype=torch.float64)
     tokens = torch.tensor([lm.tokenizer.encode(TEXT)])
     stepped = step_through(lm.decoder, tokens)
@@ -41,9 +49,6 @@ def trained_run(recipe: str, data: Path, run: Path, settings: dict[str, Any], de
     torch.testing.assert_close(parallel, stepped, rtol=0, atol=1e-10)
     read, step = lm.read(TEXT), lm.read(TEXT, method="step")
     torch.testing.assert_close(read.memory, step.memory, rtol=0, atol=1e-6)
-    (validation,) = [row for row in rows if row["kind"] == "validation"]
-    assert all(math.isfinite(validation[key]) for key in ("bpb_recurrent", "contraction_pass", "contraction_step"))
-    return validation
 
 
 @pytest.mark.parametrize("injection", ["layer_kv", "residual", "cross_attention", "tokens"])
@@ -100,3 +105,4 @@ def test_an_swa_as_the_start(injection: str, data: Path, tmp_path: Path) -> None
     else:
         assert abs(lifted.next_token - next_token_loss(theirs, memory, targets)) < 0.5
     assert losses_of(run)[0][1] < losses_of(swa)[0][1] - 0.1
+    assert_steps_as_it_passes(run)

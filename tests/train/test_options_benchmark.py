@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from maglev.errors import RequestError
 from maglev.objectives import build_objective
 from maglev.recipes import RECIPES, run_config
 from tests.scripts import load_script
@@ -53,6 +54,22 @@ def test_a_text_serves_as_well_and_a_failure_stops_nothing(
     failed, row = rows_of(script, capsys, *words, status=1)
     assert failed["option"] == "swa" and "model.injection" in failed["error"]
     assert row["metric"] == "bpb" and row["recurrent"] > 0 and row["lifted"] > 0
+
+
+def test_rows_of_the_same_setting_stay(script: ModuleType, tmp_path: Path) -> None:
+    arguments = script.parse(["--quick", "--device", "cpu", "--out", str(tmp_path / "out.json")])
+    assert script.rows_before(arguments) == []
+    good, failed = {"option": "swa", "seed": 0, "recurrent": 1.0}, {"option": "swa", "seed": 0, "error": "no time"}
+    other, newer = {"option": "Q as P", "seed": 0, "recurrent": 0.5}, good | {"recurrent": 0.9}
+    (tmp_path / "out.json").write_text(json.dumps({"setting": script.setting(arguments), "rows": [good]}))
+    later = script.parse(["--quick", "--device", "cpu", "--options", "swa", "--out", str(tmp_path / "out.json")])
+    before = script.rows_before(later)
+    assert before == [good]
+    assert script.together(before, [failed, other]) == [good, other]
+    assert script.together([failed], [newer]) == [newer] and script.together([good], [newer]) == [newer]
+    later.steps = 7
+    with pytest.raises(RequestError, match=r"another setting \(steps\)"):
+        script.rows_before(later)
 
 
 @pytest.mark.parametrize("depth", [2, 4, 8])

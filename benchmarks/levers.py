@@ -1,0 +1,219 @@
+"""The levers of the search for `maglev-closed` that are no settings of it, as one more recipe of every verb: `levers`.
+
+    PYTHONPATH=. python3 benchmarks/levers.py eval recall levers --set objective.noise=0.2 --set objective.rollout=32
+    PYTHONPATH=. python3 benchmarks/levers.py train levers --data DATA --out RUN --depth 8 --set objective.own_share=0.5
+    PYTHONPATH=. python3 benchmarks/recall.py "levers objective.free=3 objective.stop=carried" maglev-closed --seeds 0 1
+
+As it stands it is `maglev-closed`. What is its own are the fields of `LeversConfig`; `python3 benchmarks/levers.py info
+levers` tells what a step of it costs.
+"""
+
+import dataclasses
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from maglev import objectives
+from maglev.__main__ import main
+from maglev.config import OBJECTIVE_KINDS, ClosedMaglevConfig, Memory, ModelConfig, RunConfig
+from maglev.model.decoder import Decoder
+from maglev.model.layers import Linear
+from maglev.objectives.closed_loop import ClosedLoopObjective
+from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss, token_mean
+from maglev.objectives.prefiller import SharedPrefiller
+from maglev.objectives.sweeps import Sweeps, scatter
+from maglev.recipes import RECIPES
+from maglev.values import require
+
+STOPS = ("carried", "target", "own_target", "memory")
+
+
+@dataclass(frozen=True)
+class LeversConfig(ClosedMaglevConfig):
+    """P goes over `own_share` of a batch's rows `passes` times on its own memories, every `rollout`-th position at a
+    time: a rollout of 1 is a settling pass. `rollout_start` of training goes without, no passes are Maglev's objective
+    with Q's own loss.
+
+    free: passes before that without gradient, which bring the memories to where the loop would have them.
+    start: what the first of all these reads: P's memories on Q's, or `zeros`.
+    own_share_end, consistency_end: what `own_share` and `consistency_weight` have become at the end of training, in a
+    straight line; below 0 they stay.
+    rise: pass i of n counts (i / n)^rise; 0 is all alike, 20 the last alone.
+    own_next_token: how much the next token counts in these passes; at 0 Q's memories alone teach.
+    noise: standard deviation of what is added to every memory that P reads, whose own size is 1.
+    stop: where no gradient flows. `carried`: into the memories that a pass on own memories reads; `target`: into Q, to
+    bring its memories to P's, or `own_target`, in these passes alone; `memory`: into P, to bring its memories to Q's.
+    write_gate: m_t = a m_{t-1} + (1 - a) h_t, with a of every channel from h_t; at the start sigmoid(-4) in the first
+    channel to sigmoid(write_gate) in the last. 0 is no gate.
+    """
+
+    kind: Literal["levers"] = "levers"  # type: ignore[assignment]
+    passes: int = 1
+    free: int = 0
+    start: Literal["lifted", "zeros"] = "lifted"
+    own_share: float = 1.0
+    own_share_end: float = -1.0
+    consistency_end: float = -1.0
+    rise: float = 0.0
+    own_next_token: float = 1.0
+    noise: float = 0.0
+    stop: str = ""
+    write_gate: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("passes", "free", "rise", "own_next_token", "noise", "own_share"):
+            value = getattr(self, name)
+            require(value >= 0, f"objective.{name} is {value}; it must not be negative")
+        for name in ("own_share", "own_share_end"):
+            value = getattr(self, name)
+            require(value <= 1, f"objective.{name} is {value}; it is a share, at most 1")
+        require(
+            set(filter(None, self.stop.split(","))) <= set(STOPS),
+            f"objective.stop is {self.stop!r}; it may list {', '.join(STOPS)}",
+        )
+
+    @property
+    def own_passes(self) -> float:
+        """Without gradients a pass costs a third."""
+        if not self.passes:
+            return 0.0
+        last = self.own_share if self.own_share_end < 0 else self.own_share_end
+        first = self.own_share + (last - self.own_share) * self.rollout_start
+        return (1 - self.rollout_start) * (first + last) / 2 * (self.passes + self.free / 3)
+
+
+class WritingDecoder(Decoder):
+    """Keeps a part of the last memory, channel by channel. The optimizer's rule and the start follow from the name."""
+
+    def __init__(self, config: ModelConfig, last: float) -> None:
+        super().__init__(config)
+        self.memory_gate = Linear(config.width, config.width)
+        self.register_buffer("offset", torch.linspace(-4, last, config.width), persistent=False)
+        self.offset: Tensor
+
+    def run(self, tokens: Tensor, positions: Tensor, previous_memory: Tensor | None, *rest: object) -> Tensor:
+        fresh = super().run(tokens, positions, previous_memory, *rest)
+        if previous_memory is None:
+            return fresh
+        keep = torch.sigmoid(self.memory_gate(fresh) + self.offset.to(fresh.dtype))
+        return keep * previous_memory.to(fresh.dtype) + (1 - keep) * fresh
+
+
+class LeversObjective(ClosedLoopObjective):
+    def __init__(self, decoder: Decoder, prefiller: SharedPrefiller, config: LeversConfig) -> None:
+        super().__init__(decoder, prefiller, config)
+        self.config, self.stops = config, config.stop.split(",")
+
+    @property
+    def number(self) -> int:
+        """One of its own for every step."""
+        return int(self.progress * 2**31)
+
+    @property
+    def stage(self) -> int:
+        """A recorded pass is replayed as long as this stays: not where something moves with training."""
+        moving = self.config.noise or max(self.config.own_share_end, self.config.consistency_end) >= 0
+        return self.number if moving else int(self.progress >= self.rollout_start)
+
+    def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
+        config, embedded = self.config, self.decoder.embedding(tokens)
+        if config.noise:
+            # the same in a run that was interrupted: a step is a function of its number
+            self.chance = torch.Generator(tokens.device).manual_seed(self.number)
+        target_memory = self.prefiller(tokens, self.decoder, documents.attention_starts, embedded)  # (B, T, D)
+        rows = self.own_rows(len(tokens))
+        parts, own = [], None
+        for some in (slice(0, rows), slice(rows, len(tokens))):
+            if len(tokens[some]):
+                sweeps = Sweeps(self.decoder, tokens[some], rows_of(documents, some))
+                memory = sweeps.run(self.noisy(target_memory[some]), range(tokens.shape[1]), embedded[some])
+                parts.append(memory)
+                own = own or sweeps
+        lifted = self.weighed(torch.cat(parts), target_memory, targets, 1.0, "target")
+        total = lifted.total
+        if rows and own is not None:
+            found = self.on_own_memories(own, parts[0], target_memory[:rows], targets[:rows], embedded[:rows])
+            total = total + rows / len(tokens) * found
+        if config.prefiller_weight:
+            total = total + config.prefiller_weight * next_token_loss(self.decoder, target_memory, targets)
+        return Losses(total, lifted.next_token, lifted.consistency)
+
+    def on_own_memories(
+        self, sweeps: Sweeps, memory: Tensor, target_memory: Tensor, targets: Tensor, embedded: Tensor
+    ) -> Tensor:
+        config = self.config
+        if config.start == "zeros":
+            memory = torch.zeros_like(memory)
+        with torch.no_grad():
+            for _ in range(config.free):
+                memory = sweeps.run(self.noisy(memory), range(memory.shape[1]), embedded)
+        total = memory.new_zeros((), dtype=torch.float32)
+        for number in range(1, config.passes + 1):
+            if "carried" in self.stops:
+                memory = memory.detach()
+                for buffer in sweeps.before:
+                    buffer.key, buffer.value = buffer.key.detach(), buffer.value.detach()
+            for first in range(min(config.rollout, memory.shape[1])):
+                positions = range(first, memory.shape[1], config.rollout)
+                memory = scatter(memory, sweeps.run(self.noisy(memory), positions, embedded), positions)
+            found = self.weighed(memory, target_memory, targets, config.own_next_token, "own_target")
+            total = total + (number / config.passes) ** config.rise * found.total
+        return total
+
+    def weighed(self, memory: Tensor, target_memory: Tensor, targets: Tensor, share: float, stop: str) -> Losses:
+        next_token = next_token_loss(self.decoder, memory, targets)
+        target_memory = target_memory.detach() if {stop, "target"} & set(self.stops) else target_memory
+        memory = memory.detach() if "memory" in self.stops else memory
+        apart = token_mean(self.consistency(memory, target_memory), targets)
+        weight = self.between(self.consistency_weight, self.config.consistency_end)
+        return Losses(share * next_token + weight * apart, next_token, apart)
+
+    def between(self, first: float, last: float) -> float:
+        return first if last < 0 else first + (last - first) * self.progress
+
+    def own_rows(self, rows: int) -> int:
+        """At least one, as long as the share is not 0: a micro-batch may be small."""
+        if self.progress < self.rollout_start or not self.config.passes:
+            return 0
+        return min(rows, math.ceil(rows * self.between(self.config.own_share, self.config.own_share_end)))
+
+    def noisy(self, memory: Tensor) -> Tensor:
+        if not self.config.noise:
+            return memory
+        noise = torch.randn(memory.shape, generator=self.chance, dtype=memory.dtype, device=memory.device)
+        return memory + self.config.noise * noise
+
+
+def rows_of(documents: Documents, some: slice) -> Documents:
+    values = {item.name: getattr(documents, item.name) for item in dataclasses.fields(documents)}
+    return Documents(**{name: None if value is None else value[some] for name, value in values.items()})
+
+
+def build(config: RunConfig) -> LeversObjective:
+    own, model = config.objective, config.model
+    assert isinstance(own, LeversConfig)
+    decoder = WritingDecoder(model, own.write_gate) if own.write_gate else Decoder(model)
+    return LeversObjective(decoder, SharedPrefiller(model, own.prefiller_pattern), own)
+
+
+def levers() -> tuple[str, Memory, LeversConfig]:
+    return "SSSS", "kv", LeversConfig()
+
+
+def register() -> None:
+    OBJECTIVE_KINDS["levers"] = LeversConfig
+    RECIPES["levers"] = levers
+    objectives.OTHERS[LeversConfig] = build
+
+
+if __name__ == "__main__":
+    register()
+    sys.exit(main())

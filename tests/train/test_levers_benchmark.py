@@ -1,0 +1,201 @@
+"""`benchmarks/levers.py`: as it stands it is `maglev-closed`, and every lever does what it says."""
+
+import json
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from maglev import config, objectives, recipes
+from maglev.__main__ import main
+from maglev.errors import RequestError
+from maglev.model.accounting import objective_flops
+from maglev.model.memory import shift_right
+from maglev.objectives import build
+from maglev.objectives.losses import next_token_loss
+from tests.helpers import assert_parallel_is_stepped, batch_of, gradients, random_weights, small
+from tests.scripts import load_script
+
+SHAPE = {"depth": 2, "width": 16, "heads": 2, "context": 24, "window": 4, "vocab_size": 61}
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = load_script("benchmarks/levers.py")
+    # gone after the test
+    for registry in (config.OBJECTIVE_KINDS, recipes.RECIPES):
+        monkeypatch.setitem(registry, "levers", None)
+    monkeypatch.setattr(objectives, "OTHERS", {})
+    module.register()
+    return module
+
+
+def levers(**settings: Any) -> Any:
+    objective = build("levers", **SHAPE, **{f"objective_{key}": value for key, value in settings.items()}).double()
+    random_weights(objective)
+    return objective
+
+
+def settled(objective: Any, memory: Tensor, tokens: Tensor) -> Tensor:
+    return objective.decoder(tokens, shift_right(memory))
+
+
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize("rollout", [1, 3])
+def test_as_it_stands_it_is_maglev_closed(rollout: int) -> None:
+    batch = batch_of(3, 14)
+    closed = small("maglev-closed", **SHAPE, objective_rollout=rollout)
+    mine, theirs = levers(rollout=rollout), closed(*batch)
+    found = mine(*batch)
+    torch.testing.assert_close((found.total, found.next_token), (theirs.total, theirs.next_token), rtol=0, atol=1e-12)
+    expected = gradients(theirs.total, closed)
+    for name, gradient in gradients(found.total, mine).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("script")
+def test_passes_are_counted_weighed_and_begin_where_they_are_told() -> None:
+    """On two of four rows: a free pass from zeros, then two that count 1/4 and 1."""
+    tokens, targets = batch_of(4, 12)
+    objective = levers(rollout=1, passes=2, free=1, start="zeros", own_share=0.5, rise=2, prefiller_weight=0)
+    lifted, target_memory = objective.lifted(tokens)
+    expected = objective.compare(lifted, target_memory, targets).total
+    some, memory = tokens[:2], torch.zeros_like(lifted[:2])
+    for number in range(3):
+        memory = settled(objective, memory.detach() if number < 2 else memory, some)
+        if number:
+            expected = (
+                expected + 0.5 * (number / 2) ** 2 * objective.compare(memory, target_memory[:2], targets[:2]).total
+            )
+    found = objective(tokens, targets).total
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    theirs = gradients(expected, objective)
+    for name, gradient in gradients(found, objective).items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("script")
+def test_shares_and_weights_move_with_training() -> None:
+    objective = levers(own_share=0.0, own_share_end=1.0, consistency_weight=0.0, consistency_end=1.0)
+    rows = []
+    for objective.progress in (0.0, 0.5, 1.0):
+        rows.append(objective.own_rows(8))
+        assert objective.between(0.0, 1.0) == objective.progress
+    assert rows == [0, 4, 8]
+    tokens, targets = batch_of(2, 12)
+    objective.progress = 0.0
+    found = objective(tokens, targets)
+    # neither own passes nor consistency yet, Q's own loss alone beside the lifted one
+    own = next_token_loss(objective.decoder, objective.lifted(tokens)[1], targets)
+    torch.testing.assert_close(found.total, found.next_token + 0.5 * own, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("script")
+def test_gradients_stop_where_they_are_told() -> None:
+    tokens, targets = batch_of(2, 12)
+
+    def reached(which: int, **settings: Any) -> bool:
+        """Whether Q's (1) or P's lifted memories (0) get any gradient of what comes after them."""
+        objective = levers(prefiller_weight=0, consistency_weight=0.3, own_next_token=0, **settings)
+        memories: list[Tensor] = []
+        run, weighed = objective.decoder.run, objective.weighed
+
+        def noting(*given: Any) -> Tensor:
+            memory = run(*given)
+            memories.append(memory)
+            return memory
+
+        objective.decoder.run = noting
+        losses = []
+        objective.weighed = lambda *given: losses.append((given, weighed(*given))) or losses[-1][1]
+        objective(tokens, targets)
+        (_, target_memory, *_), _ = losses[0]
+        apart = losses[-1][1].total
+        of = memories[0] if which == 0 else target_memory
+        (gradient,) = torch.autograd.grad(apart, of, allow_unused=True)
+        return gradient is not None and bool(gradient.abs().max() > 0)
+
+    assert reached(0, rollout=3) and not reached(0, rollout=3, stop="carried") and not reached(0, rollout=1, free=1)
+    free = {"rollout": 1, "free": 1}
+    assert reached(1, **free)
+    assert not reached(1, **free, stop="target") and not reached(1, **free, stop="own_target")
+    # what is left is Q's side alone
+    objective = levers(prefiller_weight=0, own_next_token=0, stop="memory", **free)
+    found = objective.weighed(torch.randn(2, 12, 16).double().requires_grad_(), torch.randn(2, 12, 16), targets, 0, "")
+    assert found.consistency.requires_grad is False
+
+
+@pytest.mark.usefixtures("script")
+def test_noise_is_of_the_step_and_of_its_size() -> None:
+    batch = batch_of(2, 12)
+    plain, noisy = levers(), levers(noise=0.5)
+    noisy.progress = 0.25
+    first = noisy(*batch).total
+    assert noisy(*batch).total == first != plain(*batch).total
+    noisy.progress = 0.5
+    assert noisy(*batch).total != first
+    memory = torch.zeros(4, 100, 100)
+    assert abs(noisy.noisy(memory).std() - 0.5) < 0.01
+
+
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize(
+    ("settings", "stages"),
+    [
+        ({}, 1),
+        ({"rollout_start": 0.5}, 2),
+        ({"noise": 0.1}, 4),
+        ({"consistency_end": 0.0}, 4),
+        ({"own_share_end": 0.5}, 4),
+    ],
+)
+def test_passes_are_replayed_only_while_they_are_the_same(settings: dict[str, float], stages: int) -> None:
+    objective, found = levers(**settings), set()
+    for objective.progress in (0.0, 0.25, 0.5, 0.75):
+        found.add(objective.stage)
+    assert len(found) == stages
+
+
+@pytest.mark.usefixtures("script")
+def test_a_write_gate_steps_as_it_passes_and_keeps_what_it_is_told() -> None:
+    objective = levers(write_gate=3.0)
+    assert_parallel_is_stepped(objective.decoder, (1, 5, 24, 40))
+    for name, gradient in gradients(objective(*batch_of(2, 20)).total, objective).items():
+        assert gradient.abs().max() > 0, name
+    # as built, a gate depends on its channel alone
+    decoder = build("levers", **SHAPE, objective_write_gate=3.0).decoder
+    tokens, previous = batch_of(1, 4)[0], torch.randn(1, 4, 16)
+    moved = decoder(tokens, previous + torch.eye(16)[-1]) - decoder(tokens, previous)
+    assert abs(moved[0, 0, -1] - torch.sigmoid(torch.tensor(3.0))) < 1e-5
+
+
+@pytest.mark.usefixtures("script")
+def test_costs_follow_the_passes() -> None:
+    def cost(recipe: str = "levers", **settings: Any) -> float:
+        keys = {f"objective.{key}": value for key, value in settings.items()}
+        return objective_flops(recipes.run_config(recipe, 4, keys | {"model.context": 64}))
+
+    assert cost() == cost("maglev-closed")
+    one = cost() - cost(passes=0)
+    assert cost(passes=2) - cost() == pytest.approx(one)
+    assert cost(free=3) - cost() == pytest.approx(one)
+    assert cost(own_share=0.0, own_share_end=1.0) - cost(passes=0) == pytest.approx(one / 2)
+
+
+@pytest.mark.usefixtures("script", "without_speed")
+def test_every_verb_knows_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--depth", "1", "--window", "4", "--context", "32", "--steps", "2", "--rows", "4", "--pairs", "2"]
+    words += ["--device", "cpu", "--json"]
+    own = ["noise=0.1", "free=1", "stop=carried", "write_gate=2", "own_share=0.5"]
+    settings = [word for each in own for word in ("--set", f"objective.{each}")]
+    out = ["--set", "train.tokens_per_step=128", "--out", str(tmp_path / "run")]
+    assert main(["eval", "recall", "levers", *words, *settings, *out]) == 0
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert row["recipe"] == "levers" and row["settings"]["objective.stop"] == "carried"
+    # and what it stored is measured again
+    assert main(["eval", "recall", str(tmp_path / "run"), "--rows", "4", "--json", "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0] == row
+    with pytest.raises(RequestError, match="it may list carried, target"):
+        levers(stop="elsewhere")
