@@ -50,6 +50,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
         (folder / name).chmod(0o755)
     (folder / ".venv" / "bin").mkdir(parents=True)
     (folder / ".venv" / "bin" / "activate").touch()
+    (folder / "results").mkdir()
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(folder / "calls")}
     script = "\n".join(blocks(DOCUMENT, "sh"))
     done = subprocess.run(["bash", "-eu", "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
