@@ -1,5 +1,8 @@
 """The three sources of memory that a number can come from."""
 
+import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -10,11 +13,16 @@ from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Objective
 from maglev.objectives.maglev import MaglevObjective
+from maglev.ops.graphs import capture
 
 Source = Literal["recurrent", "lifted", "refined"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 # of refined memories, where nothing is said
 DEFAULT_PASSES = 3
+# tokens (B,) -> memory (B, D)
+Step = Callable[[Tensor], Tensor]
+# from so many on, recording a step is less than what it saves
+MANY_STEPS = 32
 
 
 def recurrent(decoder: Decoder, tokens: Tensor, documents: Documents = WHOLE_ROWS) -> Tensor:
@@ -23,6 +31,10 @@ def recurrent(decoder: Decoder, tokens: Tensor, documents: Documents = WHOLE_ROW
         # without memory a step and the parallel pass are the same function
         return decoder(tokens, starts=documents.attention_starts)
     state = decoder.initial_state(tokens.shape[0])
+    step: Step = partial(decoder.step_, state=state)
+    alone = documents.attention_starts is None and documents.memory_keep is None
+    if alone and tokens.shape[1] >= MANY_STEPS and may_record(tokens.device):
+        step = recorded_step(decoder, tokens.shape[0]) or step
     memory = torch.empty(*tokens.shape, decoder.config.width, dtype=decoder.compute_dtype, device=tokens.device)
     slots = torch.arange(tokens.shape[1], device=tokens.device)
     anew = None if documents.attention_starts is None else documents.attention_starts == slots
@@ -31,8 +43,43 @@ def recurrent(decoder: Decoder, tokens: Tensor, documents: Documents = WHOLE_ROW
             state.restart(anew[:, slot], cache=True, memory=False)
         if documents.memory_keep is not None:
             state.restart(~documents.memory_keep[:, slot], cache=False, memory=True)
-        memory[:, slot] = decoder.step_(tokens[:, slot], state)
+        memory[:, slot] = step(tokens[:, slot])
     return memory
+
+
+def may_record(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.is_grad_enabled()
+
+
+def recorded_step(decoder: Decoder, batch_size: int) -> Step | None:
+    """`decoder.step_` from the start of a text, replayed from a CUDA graph; the next step writes over what one returns.
+    A step of a small model is over long before the next one could be asked for. None where it cannot be recorded."""
+    state = decoder.initial_state(batch_size)
+    own = [state.memory, state.position, *(each for cache in state.caches for each in (cache.key, cache.value))]
+    tokens = torch.zeros(batch_size, dtype=torch.int64, device=state.memory.device)
+
+    def work() -> Tensor:
+        """`step_` puts new tensors into the state; here everything has its place."""
+        state.memory, state.position = own[:2]
+        own[0].copy_(decoder.step_(tokens, state))
+        own[1].add_(1)
+        return own[0]
+
+    # once for what is set up when it is first met, then from the start
+    work()
+    try:
+        memory, replay = capture(work)
+    except Exception as error:
+        warnings.warn(f"steps are asked for one by one: {type(error).__name__}: {error}", stacklevel=2)
+        return None
+    torch._foreach_zero_(own)
+
+    def step(given: Tensor) -> Tensor:
+        tokens.copy_(given)
+        replay()
+        return memory
+
+    return step
 
 
 def refined(decoder: Decoder, tokens: Tensor, passes: int, documents: Documents = WHOLE_ROWS) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from maglev.errors import RequestError
 from maglev.objectives import Objective
 from maglev.objectives.losses import Documents
+from maglev.ops.graphs import capture
 from maglev.train.distributed import first_line
 
 # a pass before: it compiles; then so many are timed
@@ -57,14 +58,6 @@ class Recording:
             own.copy_(given)
         self.replay()
         return self.losses
-
-
-def capture(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """What `work` returns, to be filled by each replay. Nothing of it is computed now."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = work()
-    return result, graph.replay
 
 
 class Recorder:

@@ -1,9 +1,14 @@
 """Recurrent, lifted and refined memories: what each is, and which run has which."""
 
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from maglev.errors import RequestError
+from maglev.evaluate import memories as sources
 from maglev.evaluate.memories import SOURCES, lifted, memories, recurrent, refined, sources_of
 from maglev.model.memory import shift_right
 from tests.helpers import (
@@ -24,6 +29,49 @@ def test_recurrent_is_stepping(recipe: str) -> None:
     tokens = random_tokens(3, 40)
     with torch.no_grad():
         assert torch.equal(recurrent(decoder, tokens), step_through(decoder, tokens))
+
+
+def play(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """What a graph does, by a function that is called again."""
+    result = work()
+
+    def replay() -> None:
+        assert work() is result
+
+    return result, replay
+
+
+@pytest.mark.parametrize("recipe", MEMORY_RECIPES)
+def test_recorded_steps_are_the_same(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "may_record", lambda device: True)
+    monkeypatch.setattr(sources, "capture", play)
+    decoder = small(recipe).decoder
+    tokens = random_tokens(3, 40)
+    with torch.no_grad():
+        assert torch.equal(recurrent(decoder, tokens), step_through(decoder, tokens))
+
+
+def test_steps_that_cannot_be_recorded_are_asked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(work: Callable[[], Tensor]) -> None:
+        raise RuntimeError("not permitted when stream is capturing")
+
+    monkeypatch.setattr(sources, "may_record", lambda device: True)
+    monkeypatch.setattr(sources, "capture", fail)
+    decoder = small("maglev-shared-0.1").decoder
+    tokens = random_tokens(3, 40)
+    with torch.no_grad(), pytest.warns(UserWarning, match="asked for one by one: RuntimeError: not permitted"):
+        assert torch.equal(recurrent(decoder, tokens), step_through(decoder, tokens))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["lrt-slsl", "maglev-shared-0.1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_recorded_on_a_gpu_are_those_one_by_one(recipe: str, dtype: torch.dtype) -> None:
+    decoder = small(recipe, dtype=torch.float32).decoder.cuda()
+    decoder.embedding.compute_dtype = dtype
+    tokens = random_tokens(3, 100).cuda()
+    with torch.no_grad(), warnings.catch_warnings(action="error"):
+        torch.testing.assert_close(recurrent(decoder, tokens), step_through(decoder, tokens), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", PLAIN_RECIPES)
