@@ -13,7 +13,7 @@ from maglev.model.decoder import Decoder
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss
 from maglev.objectives.maglev import MaglevObjective
 from maglev.objectives.prefiller import SharedPrefiller
-from maglev.objectives.sweeps import Sweeps, scatter
+from maglev.objectives.sweeps import Sweeps
 
 
 class ClosedLoopObjective(MaglevObjective):
@@ -30,16 +30,14 @@ class ClosedLoopObjective(MaglevObjective):
         return int(self.progress >= self.rollout_start)
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
-        length, embedded = tokens.shape[1], self.decoder.embedding(tokens)
+        embedded = self.decoder.embedding(tokens)
         target_memory = self.prefiller(tokens, self.decoder, documents.attention_starts, embedded)  # (B, T, D)
         sweeps = Sweeps(self.decoder, tokens, documents)
-        memory = sweeps.run(target_memory, range(length), embedded)
+        memory = sweeps.run(target_memory, range(tokens.shape[1]), embedded)
         lifted = self.compare(memory, target_memory, targets)
         total = lifted.total
         if self.stage:
-            for first in range(min(self.rollout, length)):
-                positions = range(first, length, self.rollout)
-                memory = scatter(memory, sweeps.run(memory, positions, embedded), positions)
+            memory = sweeps.rollout(memory, self.rollout, embedded)
             total = total + self.compare(memory, target_memory, targets).total
         if self.prefiller_weight:
             total = total + self.prefiller_weight * next_token_loss(self.decoder, target_memory, targets)

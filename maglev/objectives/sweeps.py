@@ -1,6 +1,9 @@
 """Passes over some positions at a time, each on the freshest memories and on the K/V that the passes before left."""
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from maglev.model.attention import Recording
@@ -39,6 +42,57 @@ class ApartBuffer(Buffer):
     __call__ = torch.compiler.disable(Buffer.__call__)
 
 
+class Trail(Buffer):
+    """One layer's mixed K/V where windows are no longer than a rollout: a row then is texts that go on side by side;
+    what a query sees are the last of its own. Nothing else is copied or kept."""
+
+    def __init__(self, plan: AttentionPlan, before: Buffer) -> None:
+        super().__init__(plan, before)
+        self.keys: tuple[Tensor, ...] = ()
+        self.values: tuple[Tensor, ...] = ()
+
+    @torch.compiler.disable
+    def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
+        before, window, at = self.before, self.plan.window, self.plan.queries
+        if isinstance(before, Trail):
+            keys, values = before.keys, before.values
+        else:
+            assert before is not None and before.key is not None and before.value is not None
+            keys, values = (start_of_trails(each, window, at.step) for each in (before.key, before.value))
+        # the next one sees one more, and one less
+        self.keys, self.values = (*keys, mixed_key)[-window:], (*values, mixed_value)[-window:]
+        key, value = (torch.stack([each[:, : len(at)] for each in own], 2) for own in (self.keys, self.values))
+        exists = None
+        if at.start < window - 1:
+            first = torch.arange(at.start, at.stop, at.step, device=query.device) - (window - 1)
+            exists = first[:, None] + torch.arange(window, device=query.device) >= 0
+        return attend_each(query, key, value, exists)
+
+
+def start_of_trails(values: Tensor, window: int, step: int) -> tuple[Tensor, ...]:
+    """(B, T, ...) -> the window - 1 before every `step`-th position, zeros before the first: each (B, T / S, ...)"""
+    padded = F.pad(values, (0, 0) * (values.ndim - 2) + (window - 1, 0))
+    return tuple(padded[:, first : first + values.shape[1] : step] for first in range(window - 1))
+
+
+def attend_each(query: Tensor, key: Tensor, value: Tensor, exists: Tensor | None) -> Tensor:
+    """Each query over W keys of its own. query (B, C, H, Dh), key and value (B, C, W, G, Dh), exists (C, W)."""
+    batch, group = len(query), query.shape[2] // key.shape[3]
+    key, value = (each.flatten(0, 1).transpose(1, 2) for each in (key, value))  # (B C, G, W, Dh)
+    if group > 1:
+        key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+    mask = None if exists is None else exists.repeat(batch, 1)[:, None, None]
+    out = F.scaled_dot_product_attention(query.flatten(0, 1).unsqueeze(2), key, value, attn_mask=mask)
+    return out.squeeze(2).unflatten(0, (batch, -1))
+
+
+def interleave(parts: Sequence[Tensor], length: int) -> Tensor:
+    """Positions i, i + S, ... of each of S parts (B, T / S, ...), the later ones one shorter perhaps -> (B, T, ...)"""
+    longest = parts[0].shape[1]
+    even = [F.pad(part, (0, 0) * (part.ndim - 2) + (0, longest - part.shape[1])) for part in parts]
+    return torch.stack(even, dim=2).flatten(1, 2)[:, :length]
+
+
 def scatter(into: Tensor, values: Tensor, positions: range) -> Tensor:
     """`into` (B, T, ...) with `values` (B, T / S, ...) at `positions`; a new tensor, so that gradients reach both what
     stays and what is replaced."""
@@ -55,12 +109,39 @@ class Sweeps:
 
     def run(self, memory: Tensor, positions: range, embedded: Tensor | None = None) -> Tensor:
         """Memories (B, T, D) as they are -> those of `positions` anew, (B, T / S, D)."""
-        kind = Buffer if positions.step <= FEW_SUBSETS else ApartBuffer
-        buffers = [kind(plan, own) for plan, own in zip(self.plans(positions), self.before, strict=True)]
+        previous_memory = shift_right(memory, self.documents.memory_keep)[:, positions.start :: positions.step]
+        return self.run_on(previous_memory, positions, embedded)
+
+    def rollout(self, memory: Tensor, steps: int, embedded: Tensor) -> Tensor:
+        """All positions anew, `steps` of them in a row from every place at once, each on the memory that was written
+        just before. (B, T, D) -> (B, T, D)"""
+        length, keep = memory.shape[1], self.documents.memory_keep
+        previous = shift_right(memory, keep)[:, ::steps]
+        found: list[Tensor] = []
+        for first in range(min(steps, length)):
+            positions = range(first, length, steps)
+            if found:
+                previous = found[-1][:, : len(positions)]
+                if keep is not None:
+                    previous = torch.where(keep[:, first::steps].unsqueeze(-1), previous, 0)
+            found.append(self.run_on(previous, positions, embedded, in_turn=True))
+        return interleave(found, length)
+
+    def run_on(
+        self, previous_memory: Tensor, positions: range, embedded: Tensor | None, in_turn: bool = False
+    ) -> Tensor:
+        """`in_turn`: the positions before these, and no others, were those of the last call."""
+        trails = in_turn and self.documents.attention_starts is None and self.decoder.config.entries == 1
+
+        def buffer(plan: AttentionPlan, before: Buffer | None) -> Buffer:
+            if trails and before is not None and plan.window <= positions.step:
+                return Trail(plan, before)
+            return (Buffer if positions.step <= FEW_SUBSETS else ApartBuffer)(plan, before)
+
+        buffers = [buffer(plan, own) for plan, own in zip(self.plans(positions), self.before, strict=True)]
         at = slice(positions.start, None, positions.step)
-        previous_memory = shift_right(memory, self.documents.memory_keep)[:, at].contiguous()
         own = None if embedded is None else embedded[:, at].contiguous()
-        fresh = self.decoder.run(self.tokens[:, at], self.slots[at], previous_memory, buffers, own)
+        fresh = self.decoder.run(self.tokens[:, at], self.slots[at], previous_memory.contiguous(), buffers, own)
         self.before = [*buffers]
         return fresh
 
