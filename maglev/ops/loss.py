@@ -29,7 +29,8 @@ def cross_entropy(
     if flat.shape[0] <= rows:
         return chunk_nats(flat, weight, flat_targets, cap).view(targets.shape)
     parts = [
-        checkpoint(chunk_nats, m, weight, t, cap, use_reentrant=False)
+        # the state of random numbers, of which there are none, cannot be read while a graph is recorded
+        checkpoint(chunk_nats, m, weight, t, cap, use_reentrant=False, preserve_rng_state=False)
         if torch.is_grad_enabled()
         else chunk_nats(m, weight, t, cap)
         for m, t in zip(flat.split(rows), flat_targets.split(rows), strict=True)

@@ -76,6 +76,17 @@ def test_chunks_are_recomputed_rather_than_kept() -> None:
     assert nats.requires_grad and sum(kept.values()) < 64 * 50
 
 
+def test_chunks_do_not_ask_for_the_state_of_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a CUDA graph is recorded, that is refused."""
+
+    def refuse() -> None:
+        raise RuntimeError("not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch, "get_rng_state", refuse)
+    memory, weight, targets = draw(12, 4, 7)
+    cross_entropy(memory, weight, targets, 15.0, chunk_logits=14).sum().backward()
+
+
 def test_without_gradients_the_chunks_give_the_same_numbers() -> None:
     memory, weight, targets = draw(33, 5, 9)
     with torch.no_grad():
