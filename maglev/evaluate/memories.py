@@ -68,7 +68,7 @@ def recorded_step(decoder: Decoder, batch_size: int) -> Step | None:
     # once for what is set up when it is first met, then from the start
     work()
     try:
-        memory, replay = capture(work)
+        memory, replay = capture(work, tokens.device)
     except Exception as error:
         warnings.warn(f"steps are asked for one by one: {type(error).__name__}: {error}", stacklevel=2)
         return None

@@ -31,7 +31,7 @@ def test_recurrent_is_stepping(recipe: str) -> None:
         assert torch.equal(recurrent(decoder, tokens), step_through(decoder, tokens))
 
 
-def play(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+def play(work: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, Callable[[], None]]:
     """What a graph does, by a function that is called again."""
     result = work()
 
@@ -52,7 +52,7 @@ def test_recorded_steps_are_the_same(recipe: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_steps_that_cannot_be_recorded_are_asked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(work: Callable[[], Tensor]) -> None:
+    def fail(work: Callable[[], Tensor], device: torch.device) -> None:
         raise RuntimeError("not permitted when stream is capturing")
 
     monkeypatch.setattr(sources, "may_record", lambda device: True)
