@@ -4,9 +4,10 @@ A pass is asked for once more while the GPU only notes it down, then replayed fr
 their places in memory; nothing else changes, results least of all.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,11 +19,15 @@ from maglev.objectives import Objective
 from maglev.objectives.losses import Documents
 from maglev.ops.graphs import capture
 from maglev.train.distributed import first_line
+from maglev.train.fitting import release
 
 # a pass before: it compiles; then so many are timed
 TIMED = 2
 # of a pass's time, which Python takes to ask for it: what is less, the GPU hides
 LEAST_SHARE = 0.5
+# times the size of the parameters: what has to be left beside a recorded pass, which keeps its memory to itself. The
+# optimizer's stacks want some of it, which they had of the pass's
+ROOM = 4
 
 
 class Inputs(NamedTuple):
@@ -132,20 +137,34 @@ class Recorder:
 
     def record(self, inputs: Inputs, work: Pass) -> None:
         """Where it fails, training goes on without."""
-        own = inputs.copy()
+        own, device = inputs.copy(), inputs.tokens.device
+        needed = 0
         for parameter in self.objective.parameters():
+            needed += ROOM * parameter.nbytes
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        # the graph of a pass that was compiled is in a cycle, and with it the nodes that add up gradients: met again,
+        # they would run on the stream of that pass, which is not recorded
+        release(device)
+        why = ""
         try:
-            losses, replay = capture(lambda: work(own))
+            losses, replay = capture(lambda: work(own), device)
         except Exception as error:
+            why = f"{type(error).__name__}: {first_line(error)[:160]}"
+        if not why and free_memory(device) < needed:
+            del losses, replay
+            why = "one would leave too little memory for the rest of a step"
+        if why:
             self.active = False
-            self.say(f"passes are not recorded: {type(error).__name__}: {first_line(error)[:160]}")
-            with suppress(RuntimeError):
-                wait(inputs.tokens.device)
+            self.say(f"passes are not recorded: {why}")
+            release(device)
             return
         self.recording = Recording(own, losses, replay)
         self.say(f"passes are recorded as CUDA graphs: asking for one took {self.share:.0%} of its time")
+
+
+def free_memory(device: torch.device) -> float:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
 
 
 def wait(device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """Recorded passes: the same run, from graphs. On a CPU a function that is called again plays a graph."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from maglev.errors import RequestError
+from maglev.objectives.losses import WHOLE_ROWS
 from maglev.train import launch, passes, recording
-from maglev.train.recording import Recorder
+from maglev.train.recording import Inputs, Recorder
+from tests.helpers import random_tokens, small
 from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, losses_of
 
 pytestmark = pytest.mark.usefixtures("without_speed")
@@ -24,7 +28,7 @@ def train(recipe: str, data: Path, run: Path, settings: dict[str, Any]) -> list[
     return watch.lines
 
 
-def play(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+def play(work: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, Callable[[], None]]:
     losses = torch.zeros(3, dtype=torch.float64)
 
     def replay() -> None:
@@ -63,7 +67,7 @@ def test_a_recorded_run_is_the_same_run(
 def test_a_graph_that_cannot_be_recorded_is_told_and_the_run_goes_on(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(work: Callable[[], Tensor]) -> None:
+    def fail(work: Callable[[], Tensor], device: torch.device) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     train("maglev-closed", data, tmp_path / "plain", CLOSED)
@@ -87,6 +91,48 @@ def test_passes_are_recorded_where_asking_for_them_takes_longer_than_they_do(
     )
     said = train("maglev-shared-0.1", data, tmp_path / "run", {"train.rows_per_pass": 2})
     assert any("passes are recorded" in line for line in said) is recorded
+
+
+@pytest.mark.usefixtures("played")
+def test_where_a_recorded_pass_leaves_too_little_memory_there_is_none(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train("maglev-closed", data, tmp_path / "plain", CLOSED)
+    monkeypatch.setattr(recording, "free_memory", lambda device: 1000.0)
+    said = train("maglev-closed", data, tmp_path / "full", CLOSED)
+    told = "passes are not recorded: one would leave too little memory for the rest of a step"
+    assert [line for line in said if "recorded" in line] == [told]
+    assert_same_run(tmp_path / "plain", tmp_path / "full")
+
+
+def test_nothing_of_earlier_passes_is_met_while_one_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that adds up gradients runs on the stream that it was made on. It lives as long as a pass's graph, which
+    compilation leaves in a cycle."""
+    objective = small("swa-ssss")
+    weight = objective.decoder.embedding.weight
+    tokens = random_tokens(2, 8)
+    inputs = Inputs(tokens, tokens, WHOLE_ROWS, torch.ones((), dtype=torch.float64))
+    found: list[bool] = []
+
+    def work(given: Inputs) -> Tensor:
+        total = objective(given.tokens, given.targets).total
+        metadata = get_gradient_edge(weight).node.metadata
+        found.append("old" in metadata)
+        metadata["old"] = True
+        cycle: list[Any] = [total]
+        cycle.append(cycle)
+        total.backward()
+        return torch.zeros(3, dtype=torch.float64)
+
+    monkeypatch.setattr(recording, "capture", lambda work, device: (work(), lambda: None))
+    recorder = Recorder(objective, "on", True, lambda line: None)
+    gc.disable()
+    try:
+        for _ in range(recording.TIMED + 2):
+            recorder.run(inputs, work)
+    finally:
+        gc.enable()
+    assert recorder.holds and found == [False, *[True] * recording.TIMED, False]
 
 
 def test_graphs_are_refused_where_there_are_none(data: Path, tmp_path: Path) -> None:
