@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from maglev.model.attention import Recording
 from maglev.model.decoder import Decoder
@@ -14,6 +15,8 @@ from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attenti
 
 # so many subsets of positions have graphs of their own, with attention in them
 FEW_SUBSETS = 2
+# all but cuDNN, the first choice on newer GPUs: its backward does not take rows of a single query everywhere
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Buffer(Recording):
@@ -82,7 +85,8 @@ def attend_each(query: Tensor, key: Tensor, value: Tensor, exists: Tensor | None
     if group > 1:
         key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
     mask = None if exists is None else exists.repeat(batch, 1)[:, None, None]
-    out = F.scaled_dot_product_attention(query.flatten(0, 1).unsqueeze(2), key, value, attn_mask=mask)
+    with sdpa_kernel(BACKENDS):
+        out = F.scaled_dot_product_attention(query.flatten(0, 1).unsqueeze(2), key, value, attn_mask=mask)
     return out.squeeze(2).unflatten(0, (batch, -1))
 
 
