@@ -5,7 +5,8 @@
 After one step from the start, a small model's gradient is computed in float32, then again with memories, the residual
 stream, products, weights or logits rounded to bfloat16 on their way forward, or their gradients on the way back. For
 each: the median over all parameters of how far their gradient moves by its size, and the same for the input scales,
-which move fastest. The text is that of benchmarks/follow.py. The last line of stdout is JSON.
+which move fastest. Before that, how far P's memories are from Q's in the first steps: the consistency. The text is that
+of benchmarks/follow.py. The last line of stdout is JSON.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from maglev.train.loop import Trainer
 
 Gradients = dict[str, Tensor]
 CPU = torch.device("cpu")
+FIRST_STEPS = 6
 
 
 class Rounded(torch.autograd.Function):
@@ -72,7 +74,8 @@ def rounding(place: str, backward: bool) -> Iterator[None]:
 PLACES = ("memories", "stream", "products", "weights", "logits")
 
 
-def gradients_of_second_step(recipe: str, rows: int) -> Callable[[], Gradients]:
+def trainer_of(recipe: str, rows: int) -> tuple[Trainer, list[float]]:
+    """And where it puts the consistency of its steps."""
     settings = {
         "model.width": WIDTH,
         "model.context": CONTEXT,
@@ -86,7 +89,20 @@ def gradients_of_second_step(recipe: str, rows: int) -> Callable[[], Gradients]:
         "train.compile": "off",
     }
     trainer = Trainer(run_config(recipe, DEPTH, settings), TextTask(256), Path(), Ranks(0, 1, 0, CPU), Lines())
-    trainer.record = lambda *losses: None  # type: ignore[method-assign]
+    apart: list[float] = []
+    trainer.record = lambda losses, *rest: apart.append(losses.consistency)  # type: ignore[method-assign]
+    return trainer, apart
+
+
+def consistency_of_first_steps(recipe: str, rows: int) -> list[float]:
+    trainer, apart = trainer_of(recipe, rows)
+    for _ in range(FIRST_STEPS):
+        trainer.one_step()
+    return apart
+
+
+def gradients_of_second_step(recipe: str, rows: int) -> Callable[[], Gradients]:
+    trainer, _ = trainer_of(recipe, rows)
     trainer.one_step()
     batch = trainer.ahead.batch(1)
     tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
@@ -116,6 +132,8 @@ def main() -> None:
         raise SystemExit(f"no recipe {unknown[0]}; there are {', '.join(RECIPES)}")
     results: dict[str, dict[str, dict[str, float]]] = {}
     for recipe in asked.recipes:
+        apart = consistency_of_first_steps(recipe, asked.rows)
+        print(f"{recipe:20} consistency of the first steps: {', '.join(f'{each:.4f}' for each in apart)}", flush=True)
         gradients = gradients_of_second_step(recipe, asked.rows)
         exact = gradients()
         results[recipe] = {}

@@ -80,58 +80,62 @@ def consistency_figure(runs: Sequence[RunReport]) -> str:
 
 
 def contraction_figure(runs: Sequence[RunReport]) -> str:
-    palette = colours([run.name for run in runs])
+    def draw(axes: "Axes", run: RunReport, colour: str) -> None:
+        for name, style in (("step", "-"), ("pass", "--")):
+            if name in run.contraction:
+                curve, label = run.contraction[name], f"{run.label}, one {name}"
+                axes.plot(curve.x, curve.y, style, marker="o", color=colour, linewidth=LINE, label=label)
 
-    def draw(figure: "Figure") -> None:
-        axes = figure.add_subplot()
-        axes.axhline(1, color=INK, linewidth=0.8, alpha=0.5)
-        for run in runs:
-            for name, style in (("step", "-"), ("pass", "--")):
-                if name in run.contraction:
-                    curve, label = run.contraction[name], f"{run.label}, one {name}"
-                    axes.plot(curve.x, curve.y, style, marker="o", color=palette[run.name], linewidth=LINE, label=label)
-        axes.set_xlabel("step of training")
-        axes.set_ylabel("left of a disturbance")
-        axes.set_ylim(bottom=0)
-        axes.legend()
-
-    return render("what is left of a disturbance of the memory", draw)
+    title = "what is left of a disturbance of the memory"
+    return over_steps(runs, title, "left of a disturbance", draw, level=1, bottom=0)
 
 
 def gap_figure(runs: Sequence[RunReport]) -> str:
-    palette = colours([run.name for run in runs])
+    def draw(axes: "Axes", run: RunReport, colour: str) -> None:
+        if run.gap is not None:
+            axes.plot(run.gap.x, run.gap.y, marker="o", color=colour, linewidth=LINE, label=run.label)
 
-    def draw(figure: "Figure") -> None:
-        axes = figure.add_subplot()
-        axes.axhline(0, color=INK, linewidth=0.8, alpha=0.5)
-        for run in runs:
-            if run.gap is not None:
-                colour = palette[run.name]
-                axes.plot(run.gap.x, run.gap.y, marker="o", color=colour, linewidth=LINE, label=run.label)
-        axes.set_xlabel("step of training")
-        axes.set_ylabel("bits per byte, recurrent less lifted")
-        axes.legend()
-
-    return render("recurrent less lifted over steps", draw)
+    title = "recurrent less lifted over steps"
+    return over_steps(runs, title, "bits per byte, recurrent less lifted", draw, level=0)
 
 
 def share_figure(runs: Sequence[RunReport]) -> str:
     """A line per layer, the first one faintest."""
+
+    def draw(axes: "Axes", run: RunReport, colour: str) -> None:
+        for layer, curve in enumerate(run.memory_share, start=1):
+            depth = layer / len(run.memory_share)
+            label = f"{run.label}, last layer" if depth == 1 else None
+            axes.plot(curve.x, curve.y, color=colour, alpha=depth, linewidth=LINE, label=label)
+
+    title = "the part of keys and values that comes from memory"
+    return over_steps(runs, title, "part of keys and values", draw, bottom=0, top=1)
+
+
+def over_steps(
+    runs: Sequence[RunReport],
+    title: str,
+    ylabel: str,
+    draw_run: Callable[["Axes", RunReport, str], None],
+    level: float | None = None,
+    **limits: float,
+) -> str:
+    """What validations found, with a line at the `level` that it is to be read against."""
     palette = colours([run.name for run in runs])
 
     def draw(figure: "Figure") -> None:
         axes = figure.add_subplot()
+        if level is not None:
+            axes.axhline(level, color=INK, linewidth=0.8, alpha=0.5)
         for run in runs:
-            for layer, curve in enumerate(run.memory_share, start=1):
-                depth = layer / len(run.memory_share)
-                label = f"{run.label}, last layer" if depth == 1 else None
-                axes.plot(curve.x, curve.y, color=palette[run.name], alpha=depth, linewidth=LINE, label=label)
+            draw_run(axes, run, palette[run.name])
         axes.set_xlabel("step of training")
-        axes.set_ylabel("part of keys and values")
-        axes.set_ylim(0, 1)
+        axes.set_ylabel(ylabel)
+        if limits:
+            axes.set_ylim(**limits)
         axes.legend()
 
-    return render("the part of keys and values that comes from memory", draw)
+    return render(title, draw)
 
 
 def draw_smoothed(axes: "Axes", runs: Sequence[RunReport], curves: Sequence[Curve | None]) -> None:

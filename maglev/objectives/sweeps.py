@@ -12,6 +12,7 @@ from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
 from maglev.objectives.losses import Documents
 from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attention
+from maglev.ops.blockwise import repeat_heads
 
 # so many subsets of positions have graphs of their own, with attention in them
 FEW_SUBSETS = 2
@@ -49,7 +50,7 @@ class Trail(Buffer):
     """One layer's mixed K/V where windows are no longer than a rollout: a row then is texts that go on side by side;
     what a query sees are the last of its own. Nothing else is copied or kept."""
 
-    def __init__(self, plan: AttentionPlan, before: Buffer) -> None:
+    def __init__(self, plan: AttentionPlan, before: Buffer | None) -> None:
         super().__init__(plan, before)
         self.keys: tuple[Tensor, ...] = ()
         self.values: tuple[Tensor, ...] = ()
@@ -80,14 +81,11 @@ def start_of_trails(values: Tensor, window: int, step: int) -> tuple[Tensor, ...
 
 def attend_each(query: Tensor, key: Tensor, value: Tensor, exists: Tensor | None) -> Tensor:
     """Each query over W keys of its own. query (B, C, H, Dh), key and value (B, C, W, G, Dh), exists (C, W)."""
-    batch, group = len(query), query.shape[2] // key.shape[3]
-    key, value = (each.flatten(0, 1).transpose(1, 2) for each in (key, value))  # (B C, G, W, Dh)
-    if group > 1:
-        key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
-    mask = None if exists is None else exists.repeat(batch, 1)[:, None, None]
+    key, value = (repeat_heads(each.flatten(0, 1), query) for each in (key, value))  # (B C, H, W, Dh)
+    mask = None if exists is None else exists.repeat(len(query), 1)[:, None, None]
     with sdpa_kernel(BACKENDS):
         out = F.scaled_dot_product_attention(query.flatten(0, 1).unsqueeze(2), key, value, attn_mask=mask)
-    return out.squeeze(2).unflatten(0, (batch, -1))
+    return out.squeeze(2).unflatten(0, query.shape[:2])
 
 
 def interleave(parts: Sequence[Tensor], length: int) -> Tensor:
@@ -114,7 +112,7 @@ class Sweeps:
     def run(self, memory: Tensor, positions: range, embedded: Tensor | None = None) -> Tensor:
         """Memories (B, T, D) as they are -> those of `positions` anew, (B, T / S, D)."""
         previous_memory = shift_right(memory, self.documents.memory_keep)[:, positions.start :: positions.step]
-        return self.run_on(previous_memory, positions, embedded)
+        return self.run_with(self.buffers(positions), previous_memory, positions, embedded)
 
     def rollout(self, memory: Tensor, steps: int, embedded: Tensor) -> Tensor:
         """All positions anew, `steps` of them in a row from every place at once, each on the memory that was written
@@ -128,26 +126,28 @@ class Sweeps:
                 previous = found[-1][:, : len(positions)]
                 if keep is not None:
                     previous = torch.where(keep[:, first::steps].unsqueeze(-1), previous, 0)
-            found.append(self.run_on(previous, positions, embedded, in_turn=True))
+            found.append(self.run_with(self.trails(positions), previous, positions, embedded))
         return interleave(found, length)
 
-    def run_on(
-        self, previous_memory: Tensor, positions: range, embedded: Tensor | None, in_turn: bool = False
+    def run_with(
+        self, buffers: Sequence[Buffer], previous_memory: Tensor, positions: range, embedded: Tensor | None
     ) -> Tensor:
-        """`in_turn`: the positions before these, and no others, were those of the last call."""
-        trails = in_turn and self.documents.attention_starts is None and self.decoder.config.entries == 1
-
-        def buffer(plan: AttentionPlan, before: Buffer | None) -> Buffer:
-            if trails and before is not None and plan.window <= positions.step:
-                return Trail(plan, before)
-            return (Buffer if positions.step <= FEW_SUBSETS else ApartBuffer)(plan, before)
-
-        buffers = [buffer(plan, own) for plan, own in zip(self.plans(positions), self.before, strict=True)]
         at = slice(positions.start, None, positions.step)
         own = None if embedded is None else embedded[:, at].contiguous()
         fresh = self.decoder.run(self.tokens[:, at], self.slots[at], previous_memory.contiguous(), buffers, own)
         self.before = [*buffers]
         return fresh
+
+    def buffers(self, positions: range) -> list[Buffer]:
+        kind = Buffer if positions.step <= FEW_SUBSETS else ApartBuffer
+        return [kind(plan, own) for plan, own in zip(self.plans(positions), self.before, strict=True)]
+
+    def trails(self, positions: range) -> list[Buffer]:
+        """Where they serve; the pass before was over the positions just before these, or over all."""
+        found = self.buffers(positions)
+        if self.documents.attention_starts is not None or self.decoder.config.entries > 1:
+            return found
+        return [Trail(each.plan, each.before) if each.plan.window <= positions.step else each for each in found]
 
     def plans(self, positions: range) -> list[AttentionPlan]:
         decoder, starts = self.decoder, self.documents.attention_starts

@@ -20,6 +20,7 @@ from maglev.objectives.losses import Documents
 from maglev.ops.graphs import capture
 from maglev.train.distributed import first_line
 from maglev.train.fitting import release
+from maglev.train.speed import clock
 
 # a pass before: it compiles; then so many are timed
 TIMED = 2
@@ -117,22 +118,16 @@ class Recorder:
             self.record(inputs, work)
         if self.recording is not None:
             return self.recording.run(inputs)
-        return self.timed(inputs, work) if 0 < self.passes <= TIMED else self.first(inputs, work)
-
-    def first(self, inputs: Inputs, work: Pass) -> Tensor:
         self.passes += 1
-        return work(inputs)
+        return self.timed(inputs, work) if 1 < self.passes <= 1 + TIMED else work(inputs)
 
     def timed(self, inputs: Inputs, work: Pass) -> Tensor:
         """The smallest share counts: compilation too is time that Python takes."""
-        self.passes += 1
         device = inputs.tokens.device
-        wait(device)
-        began = time.perf_counter()
+        began = clock(device)
         losses = work(inputs)
         asked = time.perf_counter()
-        wait(device)
-        self.share = min(self.share, (asked - began) / (time.perf_counter() - began))
+        self.share = min(self.share, (asked - began) / (clock(device) - began))
         return losses
 
     def record(self, inputs: Inputs, work: Pass) -> None:
@@ -165,8 +160,3 @@ class Recorder:
 
 def free_memory(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

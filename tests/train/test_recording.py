@@ -85,6 +85,7 @@ def test_passes_are_recorded_where_asking_for_them_takes_longer_than_they_do(
     """A clock that goes from 0 to `share` while Python asks, and to 1 while the GPU works."""
     ticks = iter([0.0, share, 1.0] * 1000)
     monkeypatch.setattr(recording, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(recording, "clock", lambda device: next(ticks))
     monkeypatch.setattr(recording, "capture", play)
     monkeypatch.setattr(
         passes, "Recorder", lambda objective, wanted, possible, say: Recorder(objective, wanted, True, say)
