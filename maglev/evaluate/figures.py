@@ -118,7 +118,8 @@ def over_steps(
     ylabel: str,
     draw_run: Callable[["Axes", RunReport, str], None],
     level: float | None = None,
-    **limits: float,
+    bottom: float | None = None,
+    top: float | None = None,
 ) -> str:
     """What validations found, with a line at the `level` that it is to be read against."""
     palette = colours([run.name for run in runs])
@@ -131,8 +132,7 @@ def over_steps(
             draw_run(axes, run, palette[run.name])
         axes.set_xlabel("step of training")
         axes.set_ylabel(ylabel)
-        if limits:
-            axes.set_ylim(**limits)
+        axes.set_ylim(bottom, top, auto=None)
         axes.legend()
 
     return render(title, draw)
