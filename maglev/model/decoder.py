@@ -70,6 +70,8 @@ class Decoder(nn.Module):
         self.config = config
         # what training passes take in place of their own choice
         self.attention_kernel: str | None = None
+        # whether they are compiled
+        self.compiled = False
         self.embedding = Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         self.scales = Scales(config.depth)

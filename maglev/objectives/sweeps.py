@@ -5,19 +5,16 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from maglev.model.attention import Recording
 from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
 from maglev.objectives.losses import Documents
 from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attention
-from maglev.ops.blockwise import repeat_heads
+from maglev.ops.trails import Trails
 
 # so many subsets of positions have graphs of their own, with attention in them
 FEW_SUBSETS = 2
-# all but cuDNN, the first choice on newer GPUs: its backward does not take rows of a single query everywhere
-BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Buffer(Recording):
@@ -50,42 +47,20 @@ class Trail(Buffer):
     """One layer's mixed K/V where windows are no longer than a rollout: a row then is texts that go on side by side;
     what a query sees are the last of its own. Nothing else is copied or kept."""
 
-    def __init__(self, plan: AttentionPlan, before: Buffer | None) -> None:
+    def __init__(self, plan: AttentionPlan, before: Buffer | None, starts: Tensor | None, compiled: bool) -> None:
         super().__init__(plan, before)
-        self.keys: tuple[Tensor, ...] = ()
-        self.values: tuple[Tensor, ...] = ()
+        self.starts, self.compiled = starts, compiled
+        self.trails: Trails | None = None
 
     @torch.compiler.disable
     def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
-        before, window, at = self.before, self.plan.window, self.plan.queries
-        if isinstance(before, Trail):
-            keys, values = before.keys, before.values
-        else:
+        before, at = self.before, self.plan.queries
+        trails = before.trails if isinstance(before, Trail) else None
+        if trails is None:
             assert before is not None and before.key is not None and before.value is not None
-            keys, values = (start_of_trails(each, window, at.step) for each in (before.key, before.value))
-        # the next one sees one more, and one less
-        self.keys, self.values = (*keys, mixed_key)[-window:], (*values, mixed_value)[-window:]
-        key, value = (torch.stack([each[:, : len(at)] for each in own], 2) for own in (self.keys, self.values))
-        exists = None
-        if at.start < window - 1:
-            first = torch.arange(at.start, at.stop, at.step, device=query.device) - (window - 1)
-            exists = first[:, None] + torch.arange(window, device=query.device) >= 0
-        return attend_each(query, key, value, exists)
-
-
-def start_of_trails(values: Tensor, window: int, step: int) -> tuple[Tensor, ...]:
-    """(B, T, ...) -> the window - 1 before every `step`-th position, zeros before the first: each (B, T / S, ...)"""
-    padded = F.pad(values, (0, 0) * (values.ndim - 2) + (window - 1, 0))
-    return tuple(padded[:, first : first + values.shape[1] : step] for first in range(window - 1))
-
-
-def attend_each(query: Tensor, key: Tensor, value: Tensor, exists: Tensor | None) -> Tensor:
-    """Each query over W keys of its own. query (B, C, H, Dh), key and value (B, C, W, G, Dh), exists (C, W)."""
-    key, value = (repeat_heads(each.flatten(0, 1), query) for each in (key, value))  # (B C, H, W, Dh)
-    mask = None if exists is None else exists.repeat(len(query), 1)[:, None, None]
-    with sdpa_kernel(BACKENDS):
-        out = F.scaled_dot_product_attention(query.flatten(0, 1).unsqueeze(2), key, value, attn_mask=mask)
-    return out.squeeze(2).unflatten(0, query.shape[:2])
+            trails = Trails(before.key, before.value, self.plan.window, at.step, self.starts, self.compiled)
+        self.trails = trails
+        return trails.attend(at.start, query, mixed_key, mixed_value)
 
 
 def interleave(parts: Sequence[Tensor], length: int) -> Tensor:
@@ -145,9 +120,10 @@ class Sweeps:
     def trails(self, positions: range) -> list[Buffer]:
         """Where they serve; the pass before was over the positions just before these, or over all."""
         found = self.buffers(positions)
-        if self.documents.attention_starts is not None or self.decoder.config.entries > 1:
+        if self.decoder.config.entries > 1:
             return found
-        return [Trail(each.plan, each.before) if each.plan.window <= positions.step else each for each in found]
+        own = self.documents.attention_starts, self.decoder.compiled
+        return [Trail(each.plan, each.before, *own) if each.plan.window <= positions.step else each for each in found]
 
     def plans(self, positions: range) -> list[AttentionPlan]:
         decoder, starts = self.decoder, self.documents.attention_starts

@@ -127,7 +127,7 @@ def prepare_blocks(objective: Objective, compiled: bool, recompute: str) -> None
         torch._dynamo.config.recompile_limit = 64
         # it would cut every block where DDP's buckets end, which is for models that are one graph
         torch._dynamo.config.optimize_ddp = False
-        objective.decoder.readout.fused = True
+        objective.decoder.readout.fused = objective.decoder.compiled = True
         if objective.decoder.injection is not None:
             objective.decoder.injection.compile(dynamic=False)
         if isinstance(objective, MaglevObjective):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from maglev.objectives.losses import Documents
-from maglev.objectives.sweeps import Sweeps, Trail, attend_each, scatter
+from maglev.objectives.sweeps import Sweeps, Trail, scatter
 from tests.helpers import gradients, random_tokens, small
 
 WINDOW, LENGTH = 3, 14
@@ -41,31 +41,13 @@ def test_a_rollout_is_one_pass_after_another(steps: int, kv_heads: int, reset: b
         )
         memory = way(sweeps, lifted, steps, embedded)
         trails = [isinstance(each, Trail) for each in sweeps.before]
-        assert all(trails) is (way is Sweeps.rollout and steps >= WINDOW and not apart)
+        assert all(trails) is (way is Sweeps.rollout and steps >= WINDOW)
         pull = torch.randn(memory.shape, dtype=torch.float64, generator=seeded())
         results.append((memory, gradients((memory * pull).sum(), objective.decoder)))
     (memory, mine), (expected, theirs) = results
     torch.testing.assert_close(memory, expected, rtol=0, atol=1e-12)
     for name, gradient in theirs.items():
         torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("window", [1, 5, 64])
-def test_a_query_over_keys_of_its_own_on_a_gpu(window: int, masked: bool) -> None:
-    """Forward and backward, in the precision of training, against the same in float64."""
-    shapes = (2, 6, 4, 64), (2, 6, window, 2, 64), (2, 6, window, 2, 64)
-    drawn = [torch.randn(shape, generator=seeded()).to("cuda", torch.bfloat16) for shape in shapes]
-    exists = torch.ones(6, window, dtype=torch.bool, device="cuda")
-    exists[0, : window - 1] = not masked
-    results = []
-    for dtype in (torch.bfloat16, torch.float64):
-        given = [each.to(dtype).requires_grad_() for each in drawn]
-        out = attend_each(*given, exists if masked else None)
-        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), given)])
-    for found, expected in zip(*results, strict=True):
-        assert float((found - expected).norm()) <= 0.02 * float(expected.norm()) + 0.1
 
 
 def seeded() -> torch.Generator:
