@@ -93,6 +93,7 @@ class Passes:
         if self.rows_per_pass != asked and self.config.train.rows_per_pass:
             self.clear()
             self.refuse(asked, self.rows_per_pass)
+        self.recorder.first_step = False
         return StepLosses(*sums), int(everyone)
 
     def add_passes(self, batch: Batch, everyone: float) -> list[float] | None:
