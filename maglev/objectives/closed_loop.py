@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maglev.config import ClosedMaglevConfig
 from maglev.model.decoder import Decoder
+from maglev.model.late import LateDecoder, late_of
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss
 from maglev.objectives.maglev import MaglevObjective
 from maglev.objectives.prefiller import SharedPrefiller
@@ -23,6 +24,8 @@ class ClosedLoopObjective(MaglevObjective):
         super().__init__(decoder, prefiller, config.consistency_weight)
         self.prefiller_weight = config.prefiller_weight
         self.rollout, self.rollout_start = config.rollout, config.rollout_start
+        # made when first needed; a list, for what it holds is the decoder's
+        self.late: list[LateDecoder | None] = []
 
     @property
     def stage(self) -> int:
@@ -37,7 +40,8 @@ class ClosedLoopObjective(MaglevObjective):
         lifted = self.compare(memory, target_memory, targets)
         total = lifted.total
         if self.stage:
-            memory = sweeps.rollout(memory, self.rollout, embedded)
+            self.late = self.late or [late_of(self.decoder)]
+            memory = sweeps.rollout(memory, self.rollout, embedded, self.late[0])
             total = total + self.compare(memory, target_memory, targets).total
         if self.prefiller_weight:
             total = total + self.prefiller_weight * next_token_loss(self.decoder, target_memory, targets)

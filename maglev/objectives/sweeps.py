@@ -1,6 +1,7 @@
 """Passes over some positions at a time, each on the freshest memories and on the K/V that the passes before left."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from maglev.model.attention import Recording
 from maglev.model.decoder import Decoder
+from maglev.model.late import LateDecoder
 from maglev.model.memory import shift_right
 from maglev.objectives.losses import Documents
 from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attention
@@ -50,17 +52,21 @@ class Trail(Buffer):
     def __init__(self, plan: AttentionPlan, before: Buffer | None, starts: Tensor | None, compiled: bool) -> None:
         super().__init__(plan, before)
         self.starts, self.compiled = starts, compiled
-        self.trails: Trails | None = None
+        self.trails: tuple[Trails, Tensor] | None = None
 
     @torch.compiler.disable
     def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
         before, at = self.before, self.plan.queries
-        trails = before.trails if isinstance(before, Trail) else None
-        if trails is None:
+        found = before.trails if isinstance(before, Trail) else None
+        if found is None:
             assert before is not None and before.key is not None and before.value is not None
-            trails = Trails(before.key, before.value, self.plan.window, at.step, self.starts, self.compiled)
-        self.trails = trails
-        return trails.attend(at.start, query, mixed_key, mixed_value)
+            both = before.key, before.value
+            trails = Trails(*both, self.plan.window, at.step, self.starts, self.compiled)
+            found = trails, trails.begin(*both)
+        trails, chain = found
+        seen, chain = trails.attend(chain, at.start, query, mixed_key, mixed_value)
+        self.trails = trails, chain
+        return seen
 
 
 def interleave(parts: Sequence[Tensor], length: int) -> Tensor:
@@ -87,29 +93,39 @@ class Sweeps:
     def run(self, memory: Tensor, positions: range, embedded: Tensor | None = None) -> Tensor:
         """Memories (B, T, D) as they are -> those of `positions` anew, (B, T / S, D)."""
         previous_memory = shift_right(memory, self.documents.memory_keep)[:, positions.start :: positions.step]
-        return self.run_with(self.buffers(positions), previous_memory, positions, embedded)
+        return self.run_with(self.decoder.run, self.buffers(positions), previous_memory, positions, embedded)
 
-    def rollout(self, memory: Tensor, steps: int, embedded: Tensor) -> Tensor:
+    def rollout(self, memory: Tensor, steps: int, embedded: Tensor, late: LateDecoder | None = None) -> Tensor:
         """All positions anew, `steps` of them in a row from every place at once, each on the memory that was written
         just before. (B, T, D) -> (B, T, D)"""
         length, keep = memory.shape[1], self.documents.memory_keep
         previous = shift_right(memory, keep)[:, ::steps]
+        places = [range(first, length, steps) for first in range(min(steps, length))]
+        if late is not None:
+            late.begin([(len(memory), len(positions)) for positions in places])
         found: list[Tensor] = []
-        for first in range(min(steps, length)):
-            positions = range(first, length, steps)
+        for first, positions in enumerate(places):
             if found:
                 previous = found[-1][:, : len(positions)]
                 if keep is not None:
                     previous = torch.where(keep[:, first::steps].unsqueeze(-1), previous, 0)
-            found.append(self.run_with(self.trails(positions), previous, positions, embedded))
+            run = self.decoder.run if late is None else partial(late.run_step, first)
+            found.append(self.run_with(run, self.trails(positions), previous, positions, embedded))
+        if late is not None:
+            late.end()
         return interleave(found, length)
 
     def run_with(
-        self, buffers: Sequence[Buffer], previous_memory: Tensor, positions: range, embedded: Tensor | None
+        self,
+        run: Callable[..., Tensor],
+        buffers: Sequence[Buffer],
+        previous_memory: Tensor,
+        positions: range,
+        embedded: Tensor | None,
     ) -> Tensor:
         at = slice(positions.start, None, positions.step)
         own = None if embedded is None else embedded[:, at].contiguous()
-        fresh = self.decoder.run(self.tokens[:, at], self.slots[at], previous_memory.contiguous(), buffers, own)
+        fresh = run(self.tokens[:, at], self.slots[at], previous_memory.contiguous(), buffers, own)
         self.before = [*buffers]
         return fresh
 

@@ -26,26 +26,28 @@ class Trails:
         parts: tuple[Callable[..., Any], ...] = compiled_parts() if compiled else (look, look_back)
         self.look, self.look_back = parts
         room = (0, 0) * (key.ndim - 2) + (0, step)
-        before = [before_texts(each, window, step) for each in (key, value)]  # (B, C, W - 1, G, Dh)
-        self.keys, self.values = (F.pad(each.detach(), room) for each in before)
+        before = (before_texts(each, window, step) for each in (key.detach(), value.detach()))  # (B, C, W - 1, G, Dh)
+        self.keys, self.values = (F.pad(each, room) for each in before)
         self.key_gradients, self.value_gradients = self.keys, self.values
         places = torch.arange(self.keys.shape[1], device=key.device)[:, None] * step + 1 - window
         self.places = (places + torch.arange(window - 1 + step, device=key.device))[None]  # (1, C, W - 1 + S)
         self.starts = places.new_zeros(1, self.length) if starts is None else starts
-        # chains one step to the next: backward then meets the last one first, and what was there before last
-        self.chain: Tensor = Begin.apply(*before, self)
-        if not self.chain.requires_grad:
-            self.chain.requires_grad_()
 
     def seen(self, values: Tensor, first: int) -> Tensor:
         """By step `first`: (B, C, W, ...)"""
         return values[:, : len(range(first, self.length, self.step)), first : first + self.window]
 
-    def attend(self, first: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Step `first` of all texts that are long enough. query (B, C, H, Dh), key and value (B, C, G, Dh)"""
-        out, self.chain = Step.apply(self.chain, query, key, value, self, first)
-        seen: Tensor = out
-        return seen
+    def begin(self, key: Tensor, value: Tensor) -> Tensor:
+        """-> what chains one step to the next: backward then meets the last one first, and what was there before last.
+        It is not kept here, where backward would keep it alive, and it all that backward keeps."""
+        chain: Tensor = Begin.apply(*(before_texts(each, self.window, self.step) for each in (key, value)), self)
+        return chain if chain.requires_grad else chain.requires_grad_()
+
+    def attend(self, chain: Tensor, first: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Step `first` of all texts that are long enough. query (B, C, H, Dh), key and value (B, C, G, Dh) -> what is
+        seen, and the next chain"""
+        out, following = Step.apply(chain, query, key, value, self, first)
+        return out, following
 
 
 def before_texts(values: Tensor, window: int, step: int) -> Tensor:

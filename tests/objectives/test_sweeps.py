@@ -1,9 +1,12 @@
 """Rollouts: the same as one pass after another over every nth position, whatever is kept of keys and values."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+from maglev.model.late import late_of
 from maglev.objectives.losses import Documents
 from maglev.objectives.sweeps import Sweeps, Trail, scatter
 from tests.helpers import gradients, random_tokens, small
@@ -34,20 +37,24 @@ def test_a_rollout_is_one_pass_after_another(steps: int, kv_heads: int, reset: b
     keep = starts != torch.arange(LENGTH)
     documents = Documents(starts if apart else None, keep if reset else None)
     results = []
-    for way in (Sweeps.rollout, one_by_one):
+    late = partial(Sweeps.rollout, late=late_of(objective.decoder))
+    for way in (one_by_one, Sweeps.rollout, late):
         sweeps, embedded = Sweeps(objective.decoder, tokens, documents), objective.decoder.embedding(tokens)
         lifted = sweeps.run(
             torch.randn(2, LENGTH, 32, dtype=torch.float64, generator=seeded()), range(LENGTH), embedded
         )
         memory = way(sweeps, lifted, steps, embedded)
         trails = [isinstance(each, Trail) for each in sweeps.before]
-        assert all(trails) is (way is Sweeps.rollout and steps >= WINDOW)
+        assert all(trails) is (way is not one_by_one and steps >= WINDOW)
         pull = torch.randn(memory.shape, dtype=torch.float64, generator=seeded())
         results.append((memory, gradients((memory * pull).sum(), objective.decoder)))
-    (memory, mine), (expected, theirs) = results
-    torch.testing.assert_close(memory, expected, rtol=0, atol=1e-12)
-    for name, gradient in theirs.items():
-        torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+    expected, theirs = results[0]
+    for memory, mine in results[1:]:
+        torch.testing.assert_close(memory, expected, rtol=0, atol=1e-12)
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(
+                mine[name], gradient, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 def seeded() -> torch.Generator:

@@ -53,7 +53,11 @@ def side_by_side(
     whole: list[Tensor], own: list[list[Tensor]], window: int, step: int, starts: Tensor | None, compiled: bool = False
 ) -> list[Tensor]:
     trails = Trails(*whole, window, step, starts, compiled)
-    return [trails.attend(first, *given) for first, given in enumerate(own)]
+    chain, found = trails.begin(*whole), []
+    for first, given in enumerate(own):
+        seen, chain = trails.attend(chain, first, *given)
+        found.append(seen)
+    return found
 
 
 def gradients(seen: list[Tensor], leaves: list[Tensor]) -> list[Tensor | None]:
