@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from maglev.evaluate.recall import RecallResult
 
 Row = dict[str, Any]
+MARKERS = "osD^v*"
 # more curves than that have their legend beside the axes
 INSIDE = 4
+# long enough to show dashes beside a marker
+HANDLE = 3.5
 # what was found; all else says what was measured
 MEASURED = {"accuracy", "items", "training_seconds", "nats", "gain", "gain_error"}
 # distances, in plain reaches, that recall is drawn for against its cost
@@ -100,10 +103,21 @@ def draw_recall(figure: "Figure", rows: Sequence[Row]) -> None:
     palette = colours(list(dict.fromkeys(row["recipe"] for row in rows)))
     axes = figure.add_subplot()
     drawn = curves(rows)
+    # of each recipe and memory source one after another, so that settings can be told apart
+    counted: dict[tuple[str, str], int] = {}
     for name, recipe, source, lines in drawn:
         x, y = zip(*lines, strict=True)
+        number = counted.get((recipe, source), 0)
+        counted[recipe, source] = number + 1
         axes.plot(
-            x, y, LINE_STYLES[source], marker="o", markersize=3, color=palette[recipe], linewidth=LINE, label=name
+            x,
+            y,
+            LINE_STYLES[source],
+            marker=MARKERS[number % len(MARKERS)],
+            markersize=3.5,
+            color=palette[recipe],
+            linewidth=LINE,
+            label=name,
         )
     for chance in sorted({row["chance"] for row in rows}):
         axes.axhline(chance, color="#888888", linewidth=0.8, linestyle=(0, (1, 2)))
@@ -114,9 +128,9 @@ def draw_recall(figure: "Figure", rows: Sequence[Row]) -> None:
     axes.set_xlabel("distance, in plain reaches: layers x (W - 1)")
     axes.set_ylabel("recall (dotted: chance)")
     if len(drawn) <= INSIDE:
-        axes.legend()
+        axes.legend(handlelength=HANDLE)
     else:
-        figure.legend(loc="outside right upper")
+        figure.legend(loc="outside right upper", handlelength=HANDLE)
 
 
 def draw_costs(path: Path, rows: Sequence[Row]) -> None:
@@ -162,10 +176,10 @@ def groups(rows: Sequence[Row], but: Sequence[str]) -> list[tuple[str, list[Row]
         same = {key: value for key, value in row.items() if key not in but}
         found.setdefault(identity(same), []).append(row)
     tasks = {(row["variant"], row["pairs"]) for row in rows}
-    telling = telling_settings(rows)
     named = []
     for group in found.values():
         first = group[0]
+        telling = telling_settings([row for row in rows if row["recipe"] == first["recipe"]])
         words = [first["recipe"], first["memory"]]
         words += [f"{first['variant']} {first['pairs']}"] if len(tasks) > 1 else []
         words += ["trained on text"] if first.get("trained_on") == "text" else []
@@ -188,7 +202,7 @@ def curves(rows: Sequence[Row]) -> list[tuple[str, str, str, list[tuple[float, f
 
 
 def telling_settings(rows: Sequence[Row]) -> set[str]:
-    """Those that tell one curve from another."""
+    """Those that tell one curve of a recipe from another."""
     every = {key for row in rows for key in row["settings"]}
     return {key for key in every if len({json.dumps(row["settings"].get(key)) for row in rows}) > 1}
 
