@@ -76,6 +76,19 @@ def interleave(parts: Sequence[Tensor], length: int) -> Tensor:
     return torch.stack(even, dim=2).flatten(1, 2)[:, :length]
 
 
+def deal(values: Tensor, steps: int) -> list[Tensor]:
+    """(B, T, ...) -> positions i, i + S, ... as each of S parts; all at once, since the gradient of a part alone is as
+    large as the whole."""
+    length = values.shape[1]
+    even = F.pad(values, (0, 0) * (values.ndim - 2) + (0, -length % steps)).unflatten(1, (-1, steps))
+    parts = even.movedim(2, 0).contiguous().unbind()
+    return [first_of(part, len(range(at, length, steps))) for at, part in enumerate(parts[:length])]
+
+
+def first_of(values: Tensor, count: int) -> Tensor:
+    return values if values.shape[1] == count else values[:, :count].contiguous()
+
+
 def scatter(into: Tensor, values: Tensor, positions: range) -> Tensor:
     """`into` (B, T, ...) with `values` (B, T / S, ...) at `positions`; a new tensor, so that gradients reach both what
     stays and what is replaced."""
@@ -93,24 +106,26 @@ class Sweeps:
     def run(self, memory: Tensor, positions: range, embedded: Tensor | None = None) -> Tensor:
         """Memories (B, T, D) as they are -> those of `positions` anew, (B, T / S, D)."""
         previous_memory = shift_right(memory, self.documents.memory_keep)[:, positions.start :: positions.step]
-        return self.run_with(self.decoder.run, self.buffers(positions), previous_memory, positions, embedded)
+        own = None if embedded is None else embedded[:, positions.start :: positions.step].contiguous()
+        return self.run_with(self.decoder.run, self.buffers(positions), previous_memory.contiguous(), positions, own)
 
     def rollout(self, memory: Tensor, steps: int, embedded: Tensor, late: LateDecoder | None = None) -> Tensor:
         """All positions anew, `steps` of them in a row from every place at once, each on the memory that was written
         just before. (B, T, D) -> (B, T, D)"""
         length, keep = memory.shape[1], self.documents.memory_keep
-        previous = shift_right(memory, keep)[:, ::steps]
-        places = [range(first, length, steps) for first in range(min(steps, length))]
+        previous = shift_right(memory, keep)[:, ::steps].contiguous()
+        parts = deal(embedded, steps)
         if late is not None:
-            late.begin([(len(memory), len(positions)) for positions in places])
+            late.begin([part.shape[:2] for part in parts])
         found: list[Tensor] = []
-        for first, positions in enumerate(places):
+        for first, own in enumerate(parts):
+            positions = range(first, length, steps)
             if found:
-                previous = found[-1][:, : len(positions)]
+                previous = first_of(found[-1], len(positions))
                 if keep is not None:
                     previous = torch.where(keep[:, first::steps].unsqueeze(-1), previous, 0)
             run = self.decoder.run if late is None else partial(late.run_step, first)
-            found.append(self.run_with(run, self.trails(positions), previous, positions, embedded))
+            found.append(self.run_with(run, self.trails(positions), previous, positions, own))
         if late is not None:
             late.end()
         return interleave(found, length)
@@ -123,9 +138,9 @@ class Sweeps:
         positions: range,
         embedded: Tensor | None,
     ) -> Tensor:
+        """previous_memory and embedded are of `positions`."""
         at = slice(positions.start, None, positions.step)
-        own = None if embedded is None else embedded[:, at].contiguous()
-        fresh = run(self.tokens[:, at], self.slots[at], previous_memory.contiguous(), buffers, own)
+        fresh = run(self.tokens[:, at], self.slots[at], previous_memory, buffers, embedded)
         self.before = [*buffers]
         return fresh
 
