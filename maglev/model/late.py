@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from maglev.config import ModelConfig
 from maglev.model.attention import Attention, Block
@@ -15,6 +14,8 @@ from maglev.model.decoder import Decoder
 from maglev.model.layers import ALIGNED, Linear
 from maglev.ops.inject import rms_norm
 from maglev.ops.recompute import KEPT
+
+NOTHING = torch.empty(0)
 
 
 class Late(Linear):
@@ -30,7 +31,11 @@ class Late(Linear):
         self.weight: Tensor  # type: ignore[assignment]
         # of the step that is under way: what its output's gradient goes to, and what came in
         self.tap: Tensor
-        self.given: Tensor | None = None
+        self.given: Tensor
+        # of all steps
+        self.taps: tuple[Tensor, ...]
+        self.rows: list[Tensor]
+        self.end()
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         self.given = x.detach()
@@ -43,18 +48,17 @@ class Late(Linear):
         if len(weights) > 1:
             weights = [torch.cat([*weights, weights[0].new_zeros(self.filler, weights[0].shape[1])])]
         self.weight = weights[0]
-        self.rows: list[Tensor] = []
-        self.taps: tuple[Tensor, ...] = Taps.apply(self.rows, self.weight, shapes, *parameters)
+        self.rows = []
+        self.taps = Taps.apply(self.rows, self.weight, shapes, *parameters)
 
     def note(self) -> None:
         """What the step was given."""
-        assert self.given is not None
         self.rows.append(self.given)
 
     def end(self) -> None:
         """What is left is backward's, and goes with it."""
-        self.rows, self.taps, self.given = [], (), None
-        del self.tap, self.weight
+        self.taps, self.rows = (), []
+        self.tap = self.weight = self.given = NOTHING
 
 
 class Tapped(torch.autograd.Function):
@@ -80,7 +84,7 @@ class Taps(torch.autograd.Function):
         ctx.rows = rows
         ctx.sizes, ctx.dtypes = [len(each) for each in parameters], [each.dtype for each in parameters]
         ctx.set_materialize_grads(False)
-        return tuple(weight.new_empty(*shape, len(weight)) for shape in shapes)
+        return tuple(weight.new_empty(1).expand(*shape, len(weight)) for shape in shapes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -88,7 +92,7 @@ class Taps(torch.autograd.Function):
         if not found:
             return (None,) * (3 + len(ctx.sizes))
         pulls, inputs = (torch.cat([each.flatten(0, -2) for each in some]) for some in zip(*found, strict=True))
-        parts = (pulls.T @ inputs)[: sum(ctx.sizes)].split(ctx.sizes)
+        parts = (pulls.T @ inputs.to(pulls.dtype))[: sum(ctx.sizes)].split(ctx.sizes)
         return (None, None, None, *(part.to(dtype) for part, dtype in zip(parts, ctx.dtypes, strict=True)))
 
 
@@ -128,6 +132,7 @@ class LateDecoder(Decoder):
         # not to be taken for its own
         self.source = (decoder,)
         self.late = [module for module in self.modules() if isinstance(module, Late)]
+        self.traits = traits_of(decoder)
         if decoder.compiled:
             for part in (*self.blocks, self.injection):
                 part.compile(dynamic=False)
@@ -152,11 +157,24 @@ class LateDecoder(Decoder):
             late.end()
 
 
-def late_of(decoder: Decoder) -> LateDecoder | None:
-    """None where parameters are divided over ranks, or where backward is to run parts of a block again."""
-    tensors: list[Tensor] = [*decoder.parameters()]
-    if any(isinstance(tensor, DTensor) for tensor in tensors):
+def late_of(decoder: Decoder, before: LateDecoder | None = None) -> LateDecoder | None:
+    """`before`, where it still is as `decoder` is. None where parameters are divided over ranks, where somebody else
+    has a hand in the blocks, or where backward is to run parts of them again."""
+    if any(not isinstance(block, Block) or block.keeping is not KEPT or altered(block) for block in decoder.blocks):
         return None
-    blocks = [block for block in decoder.blocks if isinstance(block, Block)]
-    kept = all(block.keeping is KEPT and "forward" not in vars(block) for block in blocks)
-    return LateDecoder(decoder) if kept else None
+    tensors: list[Tensor] = [*decoder.parameters()]
+    # has its import in who divides them, which is none of ours here
+    if any(hasattr(tensor, "device_mesh") for tensor in tensors):
+        return None
+    return before if before is not None and before.traits == traits_of(decoder) else LateDecoder(decoder)
+
+
+def altered(block: Block) -> bool:
+    """Parameters may be gathered, or activations dropped, by what is hung on a module or put in its place."""
+    return "forward" in vars(block) or any(
+        module._forward_pre_hooks or module._forward_hooks or module._backward_hooks for module in block.modules()
+    )
+
+
+def traits_of(decoder: Decoder) -> tuple[Any, ...]:
+    return decoder.compiled, *(module.product for module in decoder.modules() if isinstance(module, Linear))

@@ -24,8 +24,8 @@ class ClosedLoopObjective(MaglevObjective):
         super().__init__(decoder, prefiller, config.consistency_weight)
         self.prefiller_weight = config.prefiller_weight
         self.rollout, self.rollout_start = config.rollout, config.rollout_start
-        # made when first needed; a list, for what it holds is the decoder's
-        self.late: list[LateDecoder | None] = []
+        # a tuple, for what it holds is the decoder's
+        self.late: tuple[LateDecoder | None] = (None,)
 
     @property
     def stage(self) -> int:
@@ -40,7 +40,7 @@ class ClosedLoopObjective(MaglevObjective):
         lifted = self.compare(memory, target_memory, targets)
         total = lifted.total
         if self.stage:
-            self.late = self.late or [late_of(self.decoder)]
+            self.late = (late_of(self.decoder, self.late[0]),)
             memory = sweeps.rollout(memory, self.rollout, embedded, self.late[0])
             total = total + self.compare(memory, target_memory, targets).total
         if self.prefiller_weight:

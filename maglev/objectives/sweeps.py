@@ -115,19 +115,22 @@ class Sweeps:
         length, keep = memory.shape[1], self.documents.memory_keep
         previous = shift_right(memory, keep)[:, ::steps].contiguous()
         parts = deal(embedded, steps)
-        if late is not None:
-            late.begin([part.shape[:2] for part in parts])
         found: list[Tensor] = []
-        for first, own in enumerate(parts):
-            positions = range(first, length, steps)
-            if found:
-                previous = first_of(found[-1], len(positions))
-                if keep is not None:
-                    previous = torch.where(keep[:, first::steps].unsqueeze(-1), previous, 0)
-            run = self.decoder.run if late is None else partial(late.run_step, first)
-            found.append(self.run_with(run, self.trails(positions), previous, positions, own))
-        if late is not None:
-            late.end()
+        try:
+            if late is not None:
+                late.begin([part.shape[:2] for part in parts])
+            for first, own in enumerate(parts):
+                positions = range(first, length, steps)
+                if found:
+                    previous = first_of(found[-1], len(positions))
+                    if keep is not None:
+                        previous = torch.where(keep[:, first::steps].unsqueeze(-1), previous, 0)
+                run = self.decoder.run if late is None else partial(late.run_step, first)
+                found.append(self.run_with(run, self.trails(positions), previous, positions, own))
+        finally:
+            # also where memory ran out: what it holds is to be free for a smaller pass
+            if late is not None:
+                late.end()
         return interleave(found, length)
 
     def run_with(
