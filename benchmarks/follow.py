@@ -3,14 +3,14 @@
     python benchmarks/follow.py [--steps 200] [--jobs 8] [--out FILE] [--plot FILE]
     python benchmarks/follow.py --one swa-ssss plain --rows 4 --stop 17 --precision bfloat16 --device cpu
 
-`fast` is what training takes on this device; `plain` is the same model without compilation, with attention and loss as
-plain PyTorch; `other` is `plain` with a smaller micro-batch, which only adds up in another order; `exact` is `plain`
-in float32. How far these three come from each other is the spread of runs that are right. Kernels round elsewhere:
-they follow where the nearest of the three is no farther than that. `fp8` is `fast` with products in 8 bits, for two
-recipes. Losses are means over 20 steps; the text is the documentation of Python's own modules, byte by byte, so it
-depends on Python's version. The last line of stdout is JSON; with `--one` that is the losses of one recipe and way, up
-to `--stop` where it is given; there, `compiled` is `plain` with compiled blocks on any device. FILE has every run that
-is done as soon as it is, and what is in it is not run again.
+`fast` is what training takes on this device, `plain` the same model without compilation, with attention and loss as
+plain PyTorch. Each is run three times, a step as one pass, two and four (`plain-2`, `plain-4`): these only add up in
+another order. How far plain runs come from each other is the spread; kernels follow where none of the runs on them is
+farther from the nearest plain one. `fp8` is `fast` with products in 8 bits and `exact` is `plain` in float32, both for
+two recipes and no part of the verdict. Losses are means over 20 steps; the text is the documentation of Python's own
+modules, byte by byte, so it depends on Python's version. The last line of stdout is JSON; with `--one` that is the
+losses of one recipe and way, up to `--stop` where it is given; there, `compiled` is `plain` with compiled blocks on any
+device. FILE has every run that is done as soon as it is, and what is in it is not run again.
 """
 
 import argparse
@@ -42,10 +42,13 @@ from maglev.train.passes import StepLosses
 from maglev.train.task import Rows
 
 DEPTH, WIDTH, CONTEXT, WINDOW, ROWS = 4, 256, 512, 128, 32
-PLAIN = ("plain", "other", "exact")
-WAYS = ("fast", *PLAIN)
+# passes of a step
+REPEATS = (1, 2, 4)
+KINDS = {kind: [kind if passes == 1 else f"{kind}-{passes}" for passes in REPEATS] for kind in ("fast", "plain")}
+WAYS = [way for ways in KINDS.values() for way in ways]
+# and beside them, for these
 COMPILED = ("fast", "fp8")
-NARROW = ("swa-ssss", "maglev-shared-0.1")
+BESIDE, BESIDES = ("swa-ssss", "maglev-shared-0.1"), ("exact", "fp8")
 SMOOTH = 20
 
 
@@ -73,6 +76,7 @@ class TextTask(RandomTask):
 
 def losses_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.device) -> list[float]:
     steps, rows = asked.steps, asked.rows
+    kind, _, passes = way.partition("-")
     settings = {
         "model.width": WIDTH,
         "model.context": CONTEXT,
@@ -80,12 +84,12 @@ def losses_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.de
         "model.vocab_size": 256,
         "train.steps": steps,
         "train.tokens_per_step": rows * CONTEXT,
-        "train.rows_per_pass": rows // 2 if way == "other" else rows,
-        "train.precision": "float32" if way == "exact" else asked.precision,
+        "train.rows_per_pass": rows // int(passes or 1),
+        "train.precision": "float32" if kind == "exact" else asked.precision,
         "train.validate_every": 0,
-        "train.compile": "on" if way == "compiled" else "auto" if way in COMPILED else "off",
-        "train.attention": "auto" if way in COMPILED else "blockwise",
-        "train.products": "fp8" if way == "fp8" else "plain",
+        "train.compile": "on" if kind == "compiled" else "auto" if kind in COMPILED else "off",
+        "train.attention": "auto" if kind in COMPILED else "blockwise",
+        "train.products": "fp8" if kind == "fp8" else "plain",
     }
     trainer = Trainer(run_config(recipe, DEPTH, settings), TextTask(256), Path(), Ranks(0, 1, 0, device), Lines())
     found: list[float] = []
@@ -140,17 +144,16 @@ def compare(curves: dict[str, list[float]]) -> dict[str, Any]:
         return float(np.abs(smoothed[one] - smoothed[other])[later:].max())
 
     row: dict[str, Any] = {"last": {way: float(curve[-1]) for way, curve in smoothed.items()}}
-    row |= {f"fast_from_{way}": gap("fast", way) for way in PLAIN}
-    row |= {f"{one}_from_{other}": gap(one, other) for one, other in itertools.combinations(PLAIN, 2)}
-    row["spread"] = max(gap(one, other) for one, other in itertools.combinations(PLAIN, 2))
-    row["nearest"] = min(gap("fast", way) for way in PLAIN)
+    for kind, ways in KINDS.items():
+        row[f"{kind}_spread"] = max(gap(*pair) for pair in itertools.combinations(ways, 2))
+    row["farthest"] = float(np.max([min(gap(way, plain) for plain in KINDS["plain"]) for way in KINDS["fast"]]))
     # a curve that is not finite does not follow
-    row["follows"] = row["nearest"] <= row["spread"]
-    return row | ({"fp8_from_fast": gap("fp8", "fast")} if "fp8" in curves else {})
+    row["follows"] = row["farthest"] <= row["plain_spread"]
+    return row | {f"{way}_from_plain": gap(way, "plain") for way in BESIDES if way in curves}
 
 
 def verdict(recipe: str, row: dict[str, Any]) -> str:
-    gaps = f"{row['nearest']:.4f} from the nearest plain run, which are up to {row['spread']:.4f} apart"
+    gaps = f"at most {row['farthest']:.4f} from a plain run, which are up to {row['plain_spread']:.4f} apart"
     return f"{recipe:20} kernels {'follow' if row['follows'] else 'do not follow'}: {gaps}"
 
 
@@ -162,7 +165,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             axis.set_axis_off()
         for (recipe, row), axis in zip(results.items(), axes.flat, strict=False):
             for way, losses in row["losses"].items():
-                axis.plot(smooth(losses), label=way, linewidth=1, linestyle="-" if way == "fast" else "--")
+                axis.plot(smooth(losses), label=way, linewidth=1, linestyle="-" if "fast" in way else "--")
             axis.set_title(recipe, fontsize=9)
         axes[0, 0].legend()
         figure.supxlabel("step")
@@ -173,6 +176,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES), metavar="RECIPE")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=8, help="processes at once; nothing is timed here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -189,11 +193,11 @@ def main() -> None:
         return
     if asked.plot:
         plots.check_plot(asked.plot)
-    orders = [(recipe, way) for recipe in RECIPES for way in WAYS]
-    if device.type == "cuda" and fp8.serves(device):
-        orders += [(recipe, "fp8") for recipe in NARROW]
+    orders = [(recipe, way) for recipe in asked.recipes for way in WAYS]
+    able = BESIDES if device.type == "cuda" and fp8.serves(device) else BESIDES[:1]
+    orders += [(recipe, way) for recipe in asked.recipes if recipe in BESIDE for way in able]
     # those that compile take longest
-    orders.sort(key=lambda order: order[1] not in COMPILED)
+    orders.sort(key=lambda order: order[1].partition("-")[0] not in COMPILED)
     facts = {"steps": asked.steps, "rows": asked.rows, "depth": DEPTH, "width": WIDTH, "context": CONTEXT}
     narrow = asked.precision == "bfloat16" or (asked.precision == "auto" and device.type == "cuda")
     facts |= machine_facts(device, torch.bfloat16 if narrow else torch.float32) | {"sources": fingerprint()}
@@ -209,12 +213,12 @@ def main() -> None:
             results.setdefault(recipe, {"losses": {}})["losses"][way] = done.result()
             if asked.out:
                 files.write_text(asked.out, json.dumps(facts | {"recipes": results}))
-    results = {recipe: results[recipe] for recipe in RECIPES}
+    results = {recipe: results[recipe] for recipe in asked.recipes}
     for recipe, row in results.items():
         row |= compare(row["losses"])
         ends = ", ".join(f"{way} {value:.4f}" for way, value in row["last"].items())
-        gaps = ", ".join(f"{pair.replace('_', ' ')} {gap:.4f}" for pair, gap in row.items() if "_from_" in pair)
-        print(f"{recipe:20} last losses: {ends}; widest gaps: {gaps}")
+        told = (key for key in row if key.endswith(("_spread", "_from_plain")))
+        print(f"{recipe:20} last: {ends}; " + ", ".join(f"{key.replace('_', ' ')} {row[key]:.4f}" for key in told))
     for recipe, row in results.items():
         print(verdict(recipe, row))
     apart = [recipe for recipe, row in results.items() if not row["follows"]]

@@ -16,5 +16,5 @@ def test_three_ways_and_what_they_keep(capsys: pytest.CaptureFixture[str], monke
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["found"]
     kept = {row["way"]: row["kept_bytes"] for row in found}
     assert [*kept] == list(script.WAYS) and all(row["seconds"] > 0 for row in found)
-    # copies of rows, the windows alone, and no inputs of matrices
-    assert kept[script.WAYS[0]] > kept[script.WAYS[1]] > kept[script.WAYS[2]] > 0
+    # copies of whole rows, or windows alone
+    assert kept[script.WAYS[0]] > max(kept[way] for way in script.WAYS[1:]) > 0
