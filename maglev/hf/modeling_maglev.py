@@ -81,11 +81,16 @@ class MaglevForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """input_ids (B, T) after what the cache has read. attention_mask (B, T) or longer: 0 is padding, never read.
 
         -> logits (B, T or `logits_to_keep`, V), and the cache. Gradients flow through the loss of training alone.
         """
+        if output_attentions or output_hidden_states:
+            wanted = "output_attentions" if output_attentions else "output_hidden_states"
+            raise RequestError(f"{wanted} is set, and the kernels keep neither; leave it away")
         if input_ids is None or input_ids.ndim != 2 or not input_ids.numel():
             shape = None if input_ids is None else tuple(input_ids.shape)
             raise RequestError(f"input_ids are of shape {shape}; give tokens of shape (B, T), at least one")
@@ -98,8 +103,8 @@ class MaglevForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None and self.training:
             output = CausalLMOutputWithPast(loss=self.objective_loss(input_ids, labels, real))
         else:
-            wanted = self.config.use_cache if use_cache is None else use_cache
-            output = self.read(input_ids, real, past_key_values, labels, wanted, logits_to_keep)
+            keep = self.config.use_cache if use_cache is None else use_cache
+            output = self.read(input_ids, real, past_key_values, labels, keep, logits_to_keep)
         return output.to_tuple() if return_dict is False else output
 
     def objective_loss(self, input_ids: Tensor, labels: Tensor, real: Tensor | None) -> Tensor:

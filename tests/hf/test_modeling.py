@@ -162,6 +162,8 @@ def test_a_new_model_starts_as_a_run_does() -> None:
         ({"attention_mask": torch.ones(2, 1, 4, 4)}, "attention_mask is of shape"),
         ({"labels": torch.zeros(2, 5, dtype=torch.int64)}, "labels are of shape (2, 5)"),
         ({"past_key_values": transformers.DynamicCache()}, "DynamicCache(config=model.config)"),
+        ({"output_hidden_states": True}, "output_hidden_states is set"),
+        ({"output_attentions": True}, "output_attentions is set"),
     ],
 )
 def test_wrong_input_is_told(arguments: dict[str, Any], words: str) -> None:
@@ -169,6 +171,12 @@ def test_wrong_input_is_told(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError) as caught:
         model(**({"input_ids": random_tokens(2, 4)} | arguments))
     assert words in str(caught.value)
+
+
+def test_what_many_tools_switch_off_may_be_named() -> None:
+    model, tokens = small_model(), random_tokens(2, 4)
+    named = model(tokens, output_attentions=False, output_hidden_states=False)
+    assert torch.equal(named.logits, model(tokens).logits)
 
 
 def test_other_wrong_requests_are_told() -> None:
