@@ -23,6 +23,8 @@ STEPS, DEPTH, WINDOW, CONTEXT = 2000, 4, 16, 1024
 ROWS_PER_STEP = 64
 # of the last validation: what a disturbance of the memory comes to, and how much of K/V is memory
 LOOP = ("contraction_pass", "contraction_step", "memory_share")
+# of a rollout, in layers x W, and the share of training that goes without
+REACHES, ROLLOUT_START = 4, 0.6
 # what these say is where and how a run goes, not what it is
 UNTOLD = {"train.device", "train.tensorboard", "train.threads", "train.rows_per_pass", "train.compile"}
 UNTOLD |= {f"train.{name}" for name in ("checkpoint_every", "validate_every", "validation_rows", "log_every")}
@@ -147,6 +149,17 @@ def default_settings(context: int, window: int, steps: int, seed: int, tokens_pe
     }
 
 
+def rollouts_of(recipe: str, depth: int, window: int, context: int) -> dict[str, Any]:
+    """Of a recipe that has them: as far as the windows reach, four times over, since memory is all that the task is
+    about. What they teach then holds over several times that."""
+    from maglev.recipes import RECIPES, run_config
+
+    if recipe not in RECIPES or not hasattr(run_config(recipe, depth, {}).objective, "rollout_start"):
+        return {}
+    tokens = min(REACHES * depth * window, context // 2)
+    return {"objective.rollout": max(1, tokens), "objective.rollout_start": ROLLOUT_START}
+
+
 def train_on(
     recipe: str,
     task: "RecallConfig",
@@ -181,6 +194,7 @@ def train_on(
         raise RequestError(f"{key} is {tokens}; it must be at least 1")
     depth = chosen.pop("depth")
     settings = default_settings(**chosen, tokens_per_step=tokens) | {"train.device": device}
+    settings |= rollouts_of(recipe, depth, chosen["window"], chosen["context"])
     settings |= {key: value * (rates or 1) for key, value in settings.items() if key.endswith("_lr")} | given
     run = out or Path("runs") / f"recall-{recipe}-{task.variant}-{task.pairs}-seed{chosen['seed']}"
     rank = read_place(os.environ)[0]
@@ -296,6 +310,8 @@ def changed_settings(config: "RunConfig", on_text: bool = False) -> dict[str, An
     defaults = default_settings(model.context, model.window, train.steps, train.seed, train.tokens_per_step)
     if on_text:
         defaults = {key: value for key, value in defaults.items() if not key.startswith("optimizer.")}
+    else:
+        defaults |= rollouts_of(config.recipe, model.depth, model.window, model.context)
     whole = default_settings(model.context, model.window, train.steps, train.seed)
     plain = run_config(config.recipe, model.depth, defaults | {"model.vocab_size": model.vocab_size})
     usual = setting_values(plain) | {"train.tokens_per_step": whole["train.tokens_per_step"]}

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from maglev.__main__ import main
-from maglev.runs import read_metrics
+from maglev.config import ClosedMaglevConfig
+from maglev.runs import read_config, read_metrics
 from tests.processes import ROOT
 from tests.small_runs import Train, one_line
 
@@ -25,6 +26,23 @@ def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[s
     capsys.readouterr()
     assert main(["eval", "recall", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("context", "given", "rollout"), [(24, {}, 12), (64, {}, 16), (64, {"objective.rollout": 3}, 3)]
+)
+def test_rollouts_reach_far_here(
+    context: int, given: dict[str, int], rollout: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four times layers x W, at most half of a row; what is asked for goes before, and is told."""
+    # the last of two counts
+    own = ["--context", str(context), "--set", f"train.tokens_per_step={4 * context}"]
+    own += [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+    found = run_json(["maglev-closed", *TINY, *own, "--out", str(tmp_path / "run")], capsys)
+    objective = read_config(tmp_path / "run").objective
+    assert isinstance(objective, ClosedMaglevConfig)
+    assert (objective.rollout, objective.rollout_start) == (rollout, 0.6)
+    assert all(row["settings"] == given | {"train.tokens_per_step": 4 * context} for row in found["rows"])
 
 
 def test_a_recipe_is_trained_and_measured_a_run_only_measured(
