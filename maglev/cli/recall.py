@@ -152,9 +152,10 @@ def default_settings(context: int, window: int, steps: int, seed: int, tokens_pe
 def rollouts_of(recipe: str, depth: int, window: int, context: int) -> dict[str, Any]:
     """Of a recipe that has them: as far as the windows reach, four times over, since memory is all that the task is
     about. What they teach then holds over several times that."""
+    from maglev.config import ClosedMaglevConfig
     from maglev.recipes import RECIPES, run_config
 
-    if recipe not in RECIPES or not hasattr(run_config(recipe, depth, {}).objective, "rollout_start"):
+    if recipe not in RECIPES or not isinstance(run_config(recipe, depth, {}).objective, ClosedMaglevConfig):
         return {}
     tokens = min(REACHES * depth * window, context // 2)
     return {"objective.rollout": max(1, tokens), "objective.rollout_start": ROLLOUT_START}

@@ -162,11 +162,19 @@ def late_of(decoder: Decoder, before: LateDecoder | None = None) -> LateDecoder 
     has a hand in the blocks, or where backward is to run parts of them again."""
     if any(not isinstance(block, Block) or block.keeping is not KEPT or altered(block) for block in decoder.blocks):
         return None
-    tensors: list[Tensor] = [*decoder.parameters()]
-    # has its import in who divides them, which is none of ours here
-    if any(hasattr(tensor, "device_mesh") for tensor in tensors):
+    if divided(decoder):
         return None
     return before if before is not None and before.traits == traits_of(decoder) else LateDecoder(decoder)
+
+
+def divided(decoder: Decoder) -> bool:
+    # once a process group is there its import costs nothing, and there is none without one
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    tensors: list[Tensor] = [*decoder.parameters()]
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
 def altered(block: Block) -> bool:
