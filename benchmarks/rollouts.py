@@ -78,8 +78,8 @@ class Passes:
 def storages() -> dict[int, int]:
     """Bytes of every storage that Python knows of."""
     gc.collect()
-    # by type: some objects warn when they are asked for their class
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    # by type: some objects warn when they are asked for their class, and some tensors have no storage
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
     return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
 
 
