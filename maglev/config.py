@@ -157,7 +157,7 @@ class ClosedMaglevConfig(SharedMaglevConfig):
     kind: Literal["maglev_closed"] = "maglev_closed"  # type: ignore[assignment]
     prefiller_weight: float = 0.5
     rollout: int = 4
-    rollout_start: float = 0.0
+    rollout_start: float = 0.6
 
     def __post_init__(self) -> None:
         super().__post_init__()

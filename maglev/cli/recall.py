@@ -23,8 +23,8 @@ STEPS, DEPTH, WINDOW, CONTEXT = 2000, 4, 16, 1024
 ROWS_PER_STEP = 64
 # of the last validation: what a disturbance of the memory comes to, and how much of K/V is memory
 LOOP = ("contraction_pass", "contraction_step", "memory_share")
-# of a rollout, in layers x W, and the share of training that goes without
-REACHES, ROLLOUT_START = 4, 0.6
+# of a rollout, in layers x W
+REACHES = 4
 # what these say is where and how a run goes, not what it is
 UNTOLD = {"train.device", "train.tensorboard", "train.threads", "train.rows_per_pass", "train.compile"}
 UNTOLD |= {f"train.{name}" for name in ("checkpoint_every", "validate_every", "validation_rows", "log_every")}
@@ -157,8 +157,7 @@ def rollouts_of(recipe: str, depth: int, window: int, context: int) -> dict[str,
 
     if recipe not in RECIPES or not isinstance(run_config(recipe, depth, {}).objective, ClosedMaglevConfig):
         return {}
-    tokens = min(REACHES * depth * window, context // 2)
-    return {"objective.rollout": max(1, tokens), "objective.rollout_start": ROLLOUT_START}
+    return {"objective.rollout": max(1, min(REACHES * depth * window, context // 2))}
 
 
 def train_on(

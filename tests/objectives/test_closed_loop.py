@@ -142,11 +142,15 @@ def test_what_is_written_learns_from_what_is_read() -> None:
     assert reached("maglev-closed", **settings, objective_rollout=4, objective_prefiller_weight=0)[0] <= 7
 
 
-def test_a_step_costs_half_as_much_again_as_maglevs() -> None:
+def test_a_step_costs_half_as_much_again_as_maglevs_once_rollouts_begin() -> None:
     settings = {"model.vocab_size": 128, "model.context": 1024, "model.window": 16}
-    config, paper = run_config("maglev-closed", 4, settings), run_config("maglev-shared-0.1", 4, settings)
+    paper = objective_flops(run_config("maglev-shared-0.1", 4, settings))
+    config = run_config("maglev-closed", 4, settings)
     assert isinstance(config.objective, ClosedMaglevConfig)
-    assert 1.45 < objective_flops(config) / objective_flops(paper) < 1.5
+    always = run_config("maglev-closed", 4, settings | {"objective.rollout_start": 0.0})
+    assert 1.45 < objective_flops(always) / paper < 1.5
+    # over a run as the recipe has it
+    assert 1.15 < objective_flops(config) / paper < 1.2
 
 
 def test_passes_over_some_positions_share_what_is_compiled() -> None:

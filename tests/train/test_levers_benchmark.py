@@ -78,7 +78,8 @@ def test_passes_are_counted_weighed_and_begin_where_they_are_told() -> None:
 
 @pytest.mark.usefixtures("script")
 def test_shares_and_weights_move_with_training() -> None:
-    objective = levers(own_share=0.0, own_share_end=1.0, consistency_weight=0.0, consistency_end=1.0)
+    moving = {"own_share": 0.0, "own_share_end": 1.0, "consistency_weight": 0.0, "consistency_end": 1.0}
+    objective = levers(**moving, rollout_start=0.0)
     rows = []
     for objective.progress in (0.0, 0.5, 1.0):
         rows.append(objective.own_rows(8))
@@ -144,8 +145,8 @@ def test_noise_is_of_the_step_and_of_its_size() -> None:
 @pytest.mark.parametrize(
     ("settings", "stages"),
     [
-        ({}, 1),
-        ({"rollout_start": 0.5}, 2),
+        ({"rollout_start": 0.0}, 1),
+        ({}, 2),
         ({"noise": 0.1}, 4),
         ({"consistency_end": 0.0}, 4),
         ({"own_share_end": 0.5}, 4),
@@ -181,7 +182,9 @@ def test_costs_follow_the_passes() -> None:
     one = cost() - cost(passes=0)
     assert cost(passes=2) - cost() == pytest.approx(one)
     assert cost(free=3) - cost() == pytest.approx(one)
-    assert cost(own_share=0.0, own_share_end=1.0) - cost(passes=0) == pytest.approx(one / 2)
+    assert cost(rollout_start=0.0) - cost(passes=0) == pytest.approx(one / 0.4)
+    moving = cost(own_share=0.0, own_share_end=1.0, rollout_start=0.0)
+    assert moving - cost(passes=0) == pytest.approx(one / 0.4 / 2)
 
 
 @pytest.mark.usefixtures("script", "without_speed")
