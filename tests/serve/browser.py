@@ -24,8 +24,18 @@ class Browser:
         self.number, self.held = 0, b""
         self.session: str | None = None
         self.complaints: list[str] = []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.target: str | None = None
+        self.tab()
+
+    def tab(self) -> None:
+        """A new tab in place of the last, with no complaint: what an earlier page still asks for is not heard here."""
+        last, self.session = self.target, None
+        self.target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        session = self.call("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
+        if last is not None:
+            self.call("Target.closeTarget", targetId=last)
+        self.session = session
+        self.complaints.clear()
         for domain in ("Runtime", "Log", "Page", "Network"):
             self.call(f"{domain}.enable")
 
@@ -51,6 +61,8 @@ class Browser:
         return json.loads(found)
 
     def note(self, event: dict[str, Any]) -> None:
+        if event.get("sessionId") != self.session:
+            return
         method, params = event.get("method"), event.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(params["exceptionDetails"]))

@@ -15,6 +15,8 @@ from tests.small_runs import Train
 SIZES = {"phone": (390, 844, True), "desktop": (1200, 800, False)}
 WRITTEN = "document.querySelectorAll('#text .written').length"
 TEXT = "document.getElementById('text').textContent"
+LISTED = "now.base && document.getElementById('sessions').value === now.base"
+"""The last thing that the page asks for after a text."""
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +40,30 @@ def styles(browser: Browser, name: str) -> list[float]:
     return browser.value(f"{tokens}.map(token => Number(token.style.getPropertyValue('{name}')))")
 
 
-def opened(browser: Browser, server: Running, size: str, url: str = "") -> None:
-    browser.complaints.clear()
+def opened(browser: Browser, server: Running, size: str, url: str = "", scheme: str = "light") -> None:
+    browser.tab()
     browser.size(*SIZES[size])
+    browser.scheme(scheme)
     browser.open(url or server.url)
     browser.until(f"document.getElementById('model')?.textContent === '{NAME}'")
     browser.until("document.getElementById('sessions').options.length > 0")
+
+
+def test_a_page_answers_for_its_own_complaints_alone(browser: Browser, server: Running) -> None:
+    opened(browser, server, "desktop")
+    browser.value("setInterval(() => fetch('v1/nothing'), 5); 0")
+    browser.until("performance.getEntriesByType('resource').some(each => each.name.endsWith('nothing'))")
+    assert any("v1/nothing" in complaint for complaint in browser.complaints)
+    opened(browser, server, "desktop")
+    browser.value("new Promise(done => setTimeout(done, 200))")
+    assert browser.complaints == []
 
 
 @pytest.mark.parametrize(("size", "scheme"), [("phone", "dark"), ("desktop", "light")])
 def test_a_text_is_written_stopped_continued_and_forked(
     browser: Browser, server: Running, size: str, scheme: str, tmp_path: Path
 ) -> None:
-    browser.scheme(scheme)
-    opened(browser, server, size)
+    opened(browser, server, size, scheme=scheme)
     assert browser.value("document.documentElement.scrollWidth <= window.innerWidth"), "it scrolls sideways"
     set_value(browser, "temperature", 0)
     set_value(browser, "length", 3000)
@@ -97,7 +109,7 @@ def test_it_works_with_a_key(browser: Browser, processes: Processes, run: Path, 
         set_value(browser, "temperature", 0)
         set_value(browser, "length", 5)
         browser.value("write()")
-        browser.until(f"{enabled('fork')} && {enabled('write')}")
+        browser.until(f"{enabled('fork')} && {enabled('write')} && {LISTED}")
         assert browser.value("now.written") == 5
     assert browser.complaints == []
 
@@ -119,8 +131,7 @@ def test_the_state_stays_and_the_cache_grows(browser: Browser, server: Running) 
 
 @pytest.mark.parametrize(("size", "scheme"), [("phone", "light"), ("desktop", "dark")])
 def test_memory_is_drawn_token_by_token(browser: Browser, server: Running, size: str, scheme: str) -> None:
-    browser.scheme(scheme)
-    opened(browser, server, size)
+    opened(browser, server, size, scheme=scheme)
     set_value(browser, "temperature", 0)
     set_value(browser, "length", 130)
     spoken = "document.getElementById('trace').getAttribute('aria-label')"
@@ -171,7 +182,7 @@ def test_of_a_model_without_memory_nothing_is_said_about_it(
         opened(browser, server, "desktop")
         set_value(browser, "length", 20)
         browser.value("write()")
-        browser.until(f"{enabled('write')} && now.base")
+        browser.until(f"{enabled('write')} && {LISTED}")
         assert "emory" not in browser.value("document.body.innerText")
         assert browser.value("now.written") == 20 and len(set(styles(browser, "--odd"))) > 3
     assert browser.complaints == []
