@@ -13,13 +13,26 @@ RECALL = "recall.json"
 BAD_BATCHES = "bad-batches"
 # what an exported configuration says it is of
 MODEL_TYPE = "maglev"
+# weights that come with the package, exported folders by name
+SHIPPED = Path(__file__).parent / "weights"
+
+
+def shipped_names() -> list[str]:
+    return sorted(path.parent.name for path in SHIPPED.glob(f"*/{CONFIG}"))
+
+
+def run_folder(name: str | Path) -> Path:
+    """A folder by its path, or, where there is none, the weights of that name that come with the package."""
+    path = Path(name)
+    return SHIPPED / path if not path.exists() and str(name) in shipped_names() else path
 
 
 def read_config(run: Path) -> RunConfig:
     """Of a run folder, or of an exported one, whose configuration holds the run's."""
     file = Path(run) / CONFIG
     if not file.is_file():
-        raise RequestError(f"{run} is not a run folder, it has no {CONFIG}; name a folder that 'maglev train' made")
+        names = "".join(f", or {name}" for name in shipped_names())
+        raise RequestError(f"{run} is not a run folder, it has no {CONFIG}; name one that 'maglev train' made{names}")
     try:
         value = json.loads(file.read_bytes())
     except ValueError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from maglev.cli.options import AsJson, Device, RunArgument
+from maglev.cli.options import AsJson, Device, ModelArgument
 from maglev.cli.output import say
 from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
@@ -25,7 +25,7 @@ Begun = tuple["LanguageModel", Iterable[str], float]
 
 
 def generate(
-    run: RunArgument,
+    run: ModelArgument,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text to go on from.")] = None,
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", metavar="FILE", help="The prompt from a file; - is stdin.")

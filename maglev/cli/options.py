@@ -6,11 +6,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from maglev.errors import RequestError
+from maglev.runs import run_folder
 
 if TYPE_CHECKING:
     from maglev.evaluate.memories import Source
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+# for verbs that write nothing into it
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", parser=run_folder, help="A run folder, or the name of weights that come with maglev."
+    ),
+]
 DataFolder = Annotated[Path, typer.Option("--data", metavar="DIR", help="What 'maglev data prepare' made.")]
 Memory = Annotated[str, typer.Option("--memory", help="Where memories come from: recurrent, lifted or refined.")]
 Passes = Annotated[

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from maglev.cli.options import Device, RunArgument
+from maglev.cli.options import Device, ModelArgument
 from maglev.cli.output import say
 from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
+from maglev.runs import SHIPPED
 from maglev.serve.limits import Limits
 
 if TYPE_CHECKING:
@@ -21,14 +22,17 @@ SHORTEST_KEY = 16
 
 
 def serve(
-    run: RunArgument,
+    run: ModelArgument,
     host: Annotated[str, typer.Option("--host", help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="0 takes a free one.")] = 8000,
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="Every request must bring the key in it.")
     ] = None,
     sessions: Annotated[
-        Path | None, typer.Option("--sessions", metavar="DIR", help="Where states are kept by name. [RUN/sessions]")
+        Path | None,
+        typer.Option(
+            "--sessions", metavar="DIR", help="Where states are kept by name. [RUN/sessions; NAME-sessions, by name]"
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="What clients call the model. [the folder's name]")] = None,
     slots: Annotated[int, typer.Option("--slots", help="Texts written at a time.")] = DEFAULTS.slots,
@@ -64,7 +68,9 @@ def serve(
     if replicas < 1:
         raise RequestError(f"--replicas is {replicas}; it must be at least 1")
     serve_it = serve_here if replicas == 1 else partial(serve_replicas, count=replicas)
-    places: dict[str, Any] = {"sessions": sessions or run / "sessions", "name": name or run.resolve().name}
+    # what comes with the package is not written to
+    usual = Path(f"{run.name}-sessions") if run.parent == SHIPPED else run / "sessions"
+    places: dict[str, Any] = {"sessions": sessions or usual, "name": name or run.resolve().name}
     try:
         serve_it(run, host, port, limits, key=key, weights=weight_format(weights), device=device, **places)
     except ModuleNotFoundError as error:

@@ -18,6 +18,7 @@ from maglev.errors import RequestError
 from maglev.files import atomic_folder, atomic_path, write_json, write_text
 from maglev.hf.configuration_maglev import MODEL_FILE, MaglevConfig
 from maglev.hf.one_file import generate
+from maglev.inference.engine import DTYPES
 from maglev.objectives import build_objective
 from maglev.runs import CONFIG, MODEL_TYPE, TOKENIZER, read_config
 
@@ -27,12 +28,21 @@ UNLIMITED = 10**12
 Report = Callable[[str], None]
 
 
-def to_hugging_face(run: Path, out: Path, report: Report, *, prefiller: bool = True) -> dict[str, Any]:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` takes, with maglev or by remote code alone."""
+def to_hugging_face(
+    run: Path, out: Path, report: Report, *, prefiller: bool = True, dtype: str | None = None
+) -> dict[str, Any]:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` takes, with maglev or by remote code alone.
+
+    `dtype` rounds the weights, as they are read from there on.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise RequestError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     config, found, tokenizer = open_run(run, out, report)
     tensors = {part: found.tensors(part) for part in PARTS if part == "decoder" or prefiller}
     tensors = {part: own for part, own in tensors.items() if own}
     check_tensors(run, config, tensors)
+    if dtype is not None:
+        tensors = {part: {name: each.to(DTYPES[dtype]) for name, each in own.items()} for part, own in tensors.items()}
     description = json.loads((run / TOKENIZER).read_text(encoding="utf-8"))
     bos = tokenizer.bos_id
     hf_config = MaglevConfig(

@@ -25,7 +25,7 @@ from maglev.inference.streaming import Stop, TextStream
 from maglev.inference.writing import Draws, Writing
 from maglev.model.decoder import Decoder
 from maglev.ops.matrix import WeightFormat
-from maglev.runs import TOKENIZER, read_config
+from maglev.runs import TOKENIZER, read_config, run_folder
 from maglev.values import canonical_json
 
 Method = Literal["parallel", "step"]
@@ -200,13 +200,15 @@ def load(
 ) -> LanguageModel:
     """The newest checkpoint of a run, its decoder alone. bfloat16 on a GPU, float32 elsewhere, unless told.
 
+    `run` is a folder, or the name of weights that come with the package.
+
     `weights` "int8" or "fp8" rounds every matrix row by row: another function, and fewer bytes for a GPU to read.
     """
     place = device_named(device)
     # a wrong value is told before anything is read
     precision = dtype_named(dtype, place)
     check_weights(weights, place)
-    run = Path(run)
+    run = run_folder(run)
     config = read_config(run)
     if not (run / TOKENIZER).is_file():
         raise RequestError(f"{run} has no {TOKENIZER}; name a whole run folder")
