@@ -55,6 +55,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives: dict[str, Path])
     assert ours <= names
     others = {name for name in names - ours if ".dist-info/" not in name}
     assert "maglev/serve/web/index.html" in others
+    assert {f"maglev/weights/maglev-tiny/{name}" for name in ("model.safetensors", "README.md")} <= others
     assert all(name.startswith("maglev/") and "__pycache__" not in name for name in others)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
@@ -74,6 +75,9 @@ def test_the_wheel_alone_works(installed: Path, tmp_path: Path) -> None:
     assert "train" in run(maglev, "--help", cwd=tmp_path)
     described = json.loads(run(maglev, "info", "maglev-shared-0.1", "--depth", "2", "--json", cwd=tmp_path))
     assert described["recipe"] == "maglev-shared-0.1"
+    # with weights in it, so that there is something to see
+    written = run(maglev, "generate", "maglev-tiny", "--prompt", "The river", "--max-tokens", "20", cwd=tmp_path)
+    assert written.startswith("The river") and len(written.split()) > 5
 
 
 def test_what_is_no_code_is_found_there(installed: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import blocks, commands, run_command, smaller, target_exists
+from tests.documents import blocks, commands, options_exist, run_command, smaller, target_exists
 
 SMALLER = {
     "--depth 4": "--depth 1",
@@ -37,6 +37,14 @@ def test_the_commands_of_the_readme_run(
     assert "Once upon a time" in shown[3]
 
 
+def test_the_weights_that_come_along_write(capsys: pytest.CaptureFixture[str]) -> None:
+    block = next(block for block in blocks("README.md", "sh") if "maglev-tiny" in block)
+    generate, serve = commands(block)
+    assert generate[:3] == ["maglev", "generate", "maglev-tiny"] and serve == ["maglev", "serve", "maglev-tiny"]
+    assert generate[-1] in run_command([*generate, "--max-tokens", "5"], capsys)
+    options_exist(serve)
+
+
 def test_the_two_commands_exist() -> None:
     found = [words for words in commands(blocks("README.md", "sh")) if words[0] == "make"]
     assert found == [["make", "demo"], ["make", "test"]]
@@ -49,6 +57,7 @@ def test_the_python_of_the_readme_runs() -> None:
     import torch
 
     import maglev
+    from maglev.inference import LanguageModel
 
     (block,) = blocks("README.md", "python")
     before, _, after = block.partition("lm = maglev.load")
@@ -65,4 +74,4 @@ def test_the_python_of_the_readme_runs() -> None:
     assert names["memory"].shape == (2, 40, 256) and names["memory_t"].shape == (2, 256)
     assert names["losses"].consistency == 0
     for call in re.findall(r"lm\.(\w+)\(", after):
-        assert callable(getattr(maglev.inference.LanguageModel, call))
+        assert callable(getattr(LanguageModel, call))

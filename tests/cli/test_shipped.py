@@ -1,5 +1,7 @@
 """Weights that come with the package: found by their name, read and never written to."""
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,9 @@ import maglev
 from maglev import runs
 from maglev.__main__ import main
 from maglev.errors import RequestError
+from maglev.inference.engine import LanguageModel
+from tests.documents import REPOSITORY
+from tests.scripts import load_script
 from tests.small_runs import Train, one_line
 
 NAME = "tiny"
@@ -75,3 +80,50 @@ def test_a_server_keeps_its_sessions_outside(shipped: Path, monkeypatch: pytest.
     monkeypatch.setattr(serve, "serve_here", lambda run, *rest, **more: told.update(more, run=run))
     assert main(["serve", NAME, "--port", "0"]) == 0
     assert told["run"] == shipped and told["name"] == NAME and told["sessions"] == Path(f"{NAME}-sessions")
+
+
+# what does come with the package
+TINY = "maglev-tiny"
+PROSE = (
+    "The old man walked down to the river in the morning, and the boy went with him. They had a small boat there, and "
+    "when the water was still they would sit in it and wait for the fish. It was a good life, he thought, and there "
+    "was nothing else that he wanted to do in the world."
+)
+
+
+def test_the_weights_that_come_with_it_know_english() -> None:
+    lm = maglev.load(TINY, device="cpu")
+    tokens = lm.tokenizer.encode(PROSE)
+    forwards, backwards = (bits_per_byte(lm, each, len(PROSE)) for each in (tokens, tokens[::-1]))
+    # what a model that knows nothing would need is between the two
+    assert forwards < 1.8 < len(tokens) * math.log2(lm.tokenizer.vocab_size) / len(PROSE) < backwards
+
+
+def bits_per_byte(lm: LanguageModel, tokens: list[int], size: int) -> float:
+    """Of a text read token by token, on the decoder's own memories."""
+    state, nats = lm.read(""), 0.0
+    for token in tokens:
+        nats -= float(lm.next_logits(state).float().log_softmax(-1).flatten()[token])
+        lm.step_through([token], state)
+    return nats / math.log(2) / size
+
+
+def test_their_card_says_what_was_measured() -> None:
+    pytest.importorskip("transformers")
+    script = load_script("benchmarks/ship.py")
+    found = json.loads((REPOSITORY / "results" / f"{TINY}.json").read_text())
+    folder = runs.SHIPPED / TINY
+    assert (folder / "README.md").read_text() == script.card(found, runs.read_config(folder))
+    assert found["parameters"] == sum(tensor.numel() for tensor in maglev.load(TINY).decoder.state_dict().values())
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 8e6, "more than a few megabytes"
+
+
+def test_transformers_takes_them_as_they_are() -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = runs.SHIPPED / TINY
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    written = model.generate(**tokenizer("The river", return_tensors="pt"), max_new_tokens=20, do_sample=False)
+    lm = maglev.load(TINY, device="cpu")
+    expected = "The river" + "".join(lm.generate("The river", max_tokens=20, temperature=0))
+    assert tokenizer.decode(written[0], skip_special_tokens=True) == expected

@@ -24,10 +24,11 @@ def test_the_document_runs(
     Path("runs").mkdir()
     Path("runs/first").symlink_to(trained("maglev-shared-0.1", 2))
     found = commands(blocks(DOCUMENT, "sh"))
-    assert [words[0] for words in found] == ["pip", "maglev", "maglev"]
+    assert [words[0] for words in found] == ["pip", *3 * ["maglev"]]
     for words in found[1:]:
         run_command(words, capsys)
-    run_command(["maglev", "generate", "exported", "--max-tokens", "3"], capsys)
+    for name in ("exported", "tiny"):
+        run_command(["maglev", "generate", name, "--max-tokens", "3"], capsys)
     names = run_python(DOCUMENT)
     assert names["logits"].shape[:2] == names["more"].shape
     run_command(["maglev", "generate", "tuned", "--max-tokens", "3"], capsys)
