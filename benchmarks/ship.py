@@ -1,26 +1,34 @@
 """Put a trained run into the package, where `maglev generate NAME` finds it: rounded, without Q, with a card.
 
-`python benchmarks/ship.py RUN --name maglev-tiny --data DATA [--beside SWA-RUN]` measures what is shipped, not the run
-it came from, and keeps the figures in results/NAME.json. Without RUN the card alone is written, from them.
+`python benchmarks/ship.py RUN --name maglev-tiny --data DATA --text "what it was trained on" --machine "and where"
+[--beside SWA-RUN]` measures what is shipped, not the run it came from, and keeps the figures in results/NAME.json.
+Without RUN the card alone is written, from them.
 """
 
 import argparse
+import io
 import json
+import os
+import platform
 import shutil
-import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+
 import maglev
+from maglev.__main__ import main as maglev_main
 from maglev.config import RunConfig
 from maglev.files import write_json, write_text
 from maglev.hf.configuration_maglev import MODEL_FILE
+from maglev.inference.engine import LanguageModel
 from maglev.recipes import run_config
-from maglev.runs import SHIPPED, read_config
+from maglev.runs import CONFIG, SHIPPED, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
@@ -32,45 +40,56 @@ ALWAYS_GIVEN = ("model", "objective", "train", "optimizer")
 
 def maglev_json(*arguments: str) -> dict[str, Any]:
     """What a verb prints with --json."""
-    command = [sys.executable, "-m", "maglev", *arguments, "--json"]
-    return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+    with redirect_stdout(io.StringIO()) as printed:
+        status = maglev_main([*arguments, "--json"])
+    if status != 0:
+        raise SystemExit(status)
+    return json.loads(printed.getvalue())
 
 
 def bits(run: Path, data: Path, memory: str) -> float:
     return maglev_json("eval", "bpb", str(run), "--data", str(data), "--memory", memory)[f"bpb_{memory}"]
 
 
-def measured(run: Path, data: Path, beside: Path | None, name: str) -> dict[str, Any]:
-    """Export it, and say what the exported weights do."""
-    place = SHIPPED / name
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / name
-        exported = maglev_json("export", str(run), str(out), "--without-prefiller", "--dtype", "bfloat16")
-        (out / MODEL_FILE).unlink()
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(out, place)
-        # evaluation keeps its results beside what it measures: beside the copy
-        recurrent = bits(out, data, "recurrent")
+def shipped(run: Path, out: Path) -> dict[str, Any]:
+    """Export it, without the code, which is in the package. What was exported."""
+    found = maglev_json("export", str(run), str(out), "--without-prefiller", "--dtype", "bfloat16")
+    (out / MODEL_FILE).unlink()
+    config = json.loads((out / CONFIG).read_text())
+    del config["auto_map"]
+    write_json(out / CONFIG, config)
+    return found
+
+
+def measured(given: argparse.Namespace, out: Path, exported: dict[str, Any]) -> dict[str, Any]:
+    """What the exported weights do."""
+    run, data = given.run, given.data
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    lm = maglev.load(place, device="cpu")
+    lm = maglev.load(out, device="cpu")
     found: dict[str, Any] = {
-        "kind": "shipped",
-        "name": name,
+        "name": given.name,
+        "text": given.text,
+        "trained_on": given.machine,
         "step": exported["step"],
         "parameters": exported["parameters"]["decoder"],
         "state_bytes": lm.read(PROMPT).nbytes,
         "tokens": exported["step"] * read_config(run).train.tokens_per_step,
         "train_seconds": round(max(line["seconds"] for line in lines if line["kind"] == "train")),
-        "bpb_recurrent": recurrent,
+        "bpb_recurrent": bits(out, data, "recurrent"),
         "bpb_lifted_of_the_run": bits(run, data, "lifted"),
         "bpb_recurrent_of_the_run": bits(run, data, "recurrent"),
         "prompt": PROMPT,
         "sampling": SAMPLING,
-        "text": "".join(lm.generate(PROMPT, **SAMPLING)),
+        "written": written(lm),
+        "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
     }
-    if beside is not None:
-        found["beside"] = {"recipe": read_config(beside).recipe, "bpb": bits(beside, data, "recurrent")}
+    if given.beside is not None:
+        found["beside"] = {"recipe": read_config(given.beside).recipe, "bpb": bits(given.beside, data, "recurrent")}
     return found
+
+
+def written(lm: LanguageModel) -> str:
+    return "".join(lm.generate(PROMPT, **SAMPLING))
 
 
 def settings(config: RunConfig) -> list[str]:
@@ -95,8 +114,8 @@ def card(found: dict[str, Any], config: RunConfig) -> str:
     if "beside" in found:
         rows.append((f"`{found['beside']['recipe']}`, same steps and settings", "none", found["beside"]["bpb"]))
     table = "\n".join(f"| {what} | {memory} | {value:.4f} |" for what, memory, value in rows)
-    said = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in found["sampling"].items())
-    quoted = "\n".join(f"> {line}".rstrip() for line in (found["prompt"] + found["text"]).splitlines())
+    said = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in sorted(found["sampling"].items()))
+    quoted = "\n".join(f"> {line}".rstrip() for line in (found["prompt"] + found["written"]).splitlines())
     return f"""---
 language: en
 license: apache-2.0
@@ -135,13 +154,13 @@ It goes on like this ({said}):
 {quoted}
 
 ## How it was made
-Half public-domain books, then textbooks and articles of an encyclopedia, in English: a part of 190 MB,
-{found["step"]:,} steps in {found["train_seconds"] / 60:.0f} minutes on two cores of a CPU:
+Trained on {found["text"]}: {found["step"]:,} steps,
+{found["train_seconds"] / 60:.0f} minutes on {found["trained_on"]}.
 
 ```sh
 maglev data prepare TRAIN.parquet... --validation VALIDATION.parquet --vocab-size {model.vocab_size} --out data
 {train}
-python benchmarks/ship.py run --name {name} --data data
+python benchmarks/ship.py run --name {name} --data data --text "{found["text"]}" --machine "{found["trained_on"]}"
 ```
 
 The figures lie in results/{name}.json; `benchmarks/ship.py` wrote this card from them.
@@ -154,15 +173,29 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--data", type=Path, help="what it is measured on")
     parser.add_argument("--beside", type=Path, help="a run without memory to compare it with")
+    parser.add_argument("--text", help="what it was trained on, for the card")
+    parser.add_argument("--machine", help="where it was trained")
     given = parser.parse_args()
-    kept = RESULTS / f"{given.name}.json"
-    if given.run is not None:
-        if given.data is None:
-            parser.error("name the --data to measure it on")
-        RESULTS.mkdir(exist_ok=True)
-        write_json(kept, measured(given.run, given.data, given.beside, given.name))
-    place = SHIPPED / given.name
-    write_text(place / "README.md", card(json.loads(kept.read_text()), read_config(place)))
+    kept, place = RESULTS / f"{given.name}.json", SHIPPED / given.name
+    if given.run is None:
+        if not kept.is_file():
+            parser.error(f"there is no {kept.name} in results/ to write a card from; name a run")
+        write_text(place / "README.md", card(json.loads(kept.read_text()), read_config(place)))
+        return
+    missing = [name for name in ("data", "text", "machine") if getattr(given, name) is None]
+    if missing:
+        parser.error(f"with a run, give --{', --'.join(missing)} too")
+    with tempfile.TemporaryDirectory() as folder:
+        out, measured_in = Path(folder) / "shipped", Path(folder) / "measured"
+        exported = shipped(given.run, out)
+        # an evaluation keeps its result beside what it measures
+        shutil.copytree(out, measured_in)
+        found = measured(given, measured_in, exported)
+        write_text(out / "README.md", card(found, read_config(out)))
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(out, place)
+    RESULTS.mkdir(exist_ok=True)
+    write_json(kept, found)
 
 
 if __name__ == "__main__":

@@ -24,15 +24,23 @@ def shipped_names() -> list[str]:
 def run_folder(name: str | Path) -> Path:
     """A folder by its path, or, where there is none, the weights of that name that come with the package."""
     path = Path(name)
-    return SHIPPED / path if not path.exists() and str(name) in shipped_names() else path
+    return SHIPPED / path if not path.exists() and str(path) in shipped_names() else path
+
+
+def is_shipped(run: Path) -> bool:
+    """Whether it lies in the package: that is read and never written to."""
+    return run.resolve().parent == SHIPPED.resolve()
 
 
 def read_config(run: Path) -> RunConfig:
     """Of a run folder, or of an exported one, whose configuration holds the run's."""
     file = Path(run) / CONFIG
     if not file.is_file():
-        names = "".join(f", or {name}" for name in shipped_names())
-        raise RequestError(f"{run} is not a run folder, it has no {CONFIG}; name one that 'maglev train' made{names}")
+        if not Path(run).exists() and str(run) in shipped_names():
+            raise RequestError(
+                f"{run} comes with maglev and is no run folder; 'maglev export {run} OUT' makes a folder to name here"
+            )
+        raise RequestError(f"{run} is not a run folder, it has no {CONFIG}; name one that 'maglev train' made")
     try:
         value = json.loads(file.read_bytes())
     except ValueError as error:

@@ -55,7 +55,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives: dict[str, Path])
     assert ours <= names
     others = {name for name in names - ours if ".dist-info/" not in name}
     assert "maglev/serve/web/index.html" in others
-    assert {f"maglev/weights/maglev-tiny/{name}" for name in ("model.safetensors", "README.md")} <= others
+    tiny = {name.removeprefix("maglev/weights/maglev-tiny/") for name in others if name.startswith("maglev/weights/")}
+    expected = {"model.safetensors", "config.json", "generation_config.json", "README.md"}
+    assert tiny == expected | {"tokenizer.json", "tokenizer_config.json"}
     assert all(name.startswith("maglev/") and "__pycache__" not in name for name in others)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import blocks, commands, options_exist, run_command, smaller, target_exists
+from tests.documents import blocks, commands, extras_exist, options_exist, run_command, smaller, target_exists
 
 SMALLER = {
     "--depth 4": "--depth 1",
@@ -39,7 +39,9 @@ def test_the_commands_of_the_readme_run(
 
 def test_the_weights_that_come_along_write(capsys: pytest.CaptureFixture[str]) -> None:
     block = next(block for block in blocks("README.md", "sh") if "maglev-tiny" in block)
-    generate, serve = commands(block)
+    install, generate, serve = commands(block)
+    assert install[:2] == ["pip", "install"]
+    extras_exist(install)
     assert generate[:3] == ["maglev", "generate", "maglev-tiny"] and serve == ["maglev", "serve", "maglev-tiny"]
     assert generate[-1] in run_command([*generate, "--max-tokens", "5"], capsys)
     options_exist(serve)

@@ -29,6 +29,12 @@ def whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def shipped(content: Content) -> str:
+    row = [f"`{content['name']}`", whole(content["parameters"]), whole(content["tokens"])]
+    row += [f"{content[key]:.4f}" for key in ("bpb_lifted_of_the_run", "bpb_recurrent")]
+    return table(["weights", "parameters", "tokens", "lifted", "recurrent"], [row])
+
+
 def text(content: Content) -> str:
     """Bits per byte, a column per memory source that some row has."""
     sources = [
@@ -227,6 +233,7 @@ KINDS = {
     ),
     "options": Kind(options, "python benchmarks/options.py", lambda stem, content: stem.startswith("options")),
     "length": Kind(length, "maglev eval length", lambda stem, content: stem.startswith("length")),
+    "shipped": Kind(shipped, "python benchmarks/ship.py", lambda stem, content: "bpb_lifted_of_the_run" in content),
     "text": Kind(text, "python benchmarks/text.py", lambda stem, content: stem.startswith("text")),
 }
 

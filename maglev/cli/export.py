@@ -11,6 +11,7 @@ from maglev.errors import RequestError
 from maglev.runs import run_folder
 
 FORMATS = ("hf", "run")
+EXPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def export(
@@ -39,6 +40,8 @@ def export(
         raise RequestError("--without-prefiller goes with --format hf alone; leave it away")
     if format == "run" and dtype is not None:
         raise RequestError("--dtype goes with --format hf alone: a run is trained in float32; leave it away")
+    if dtype not in (None, *EXPORTED_DTYPES):
+        raise RequestError(f"--dtype is {dtype!r}; it must be one of {', '.join(EXPORTED_DTYPES)}")
     try:
         from maglev.hf import convert
     except ImportError as error:

@@ -10,7 +10,8 @@ from maglev.cli.output import console, emit
 
 def info(
     run_or_recipe: Annotated[
-        str, typer.Argument(metavar="RUN_OR_RECIPE", help="A run folder or the name of a recipe.")
+        str,
+        typer.Argument(metavar="RUN_OR_RECIPE", help="A run folder, a recipe, or weights that come with maglev."),
     ],
     depth: Annotated[
         int | None,

@@ -29,7 +29,10 @@ def emit(value: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]]
 def keep(run: "Path", name: str, value: dict[str, Any]) -> None:
     """A result in the run's folder, for 'maglev table'. One that cannot be kept there has been shown all the same."""
     from maglev.evaluate.results import save_result
+    from maglev.runs import is_shipped
 
+    if is_shipped(run):
+        return say(f"{run} comes with maglev, so this result is not kept there")
     try:
         save_result(run, name, finite(value))
     except OSError as error:

@@ -7,7 +7,7 @@ from typing import Any
 from maglev.config import RunConfig
 from maglev.errors import RequestError
 from maglev.recipes import PAPER_DEPTH, RECIPES, run_config
-from maglev.runs import read_config
+from maglev.runs import read_config, run_folder
 from maglev.settings import parse_assignments
 
 
@@ -18,9 +18,10 @@ def is_recipe(run_or_recipe: str) -> bool:
 
 def config_of(run_or_recipe: str, depth: int | None, assignments: list[str]) -> RunConfig:
     """A recipe takes `--depth` and `--set`; the configuration of a run is fixed."""
-    if is_recipe(run_or_recipe):
+    folder = run_folder(run_or_recipe)
+    if is_recipe(str(folder)):
         settings: dict[str, Any] = dict(parse_assignments(assignments))
         return run_config(run_or_recipe, PAPER_DEPTH if depth is None else depth, settings)
     if depth is not None or assignments:
         raise RequestError(f"{run_or_recipe} is a run, its settings are fixed; leave --depth and --set away")
-    return read_config(Path(run_or_recipe))
+    return read_config(folder)

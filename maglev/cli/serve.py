@@ -11,7 +11,7 @@ from maglev.cli.options import Device, ModelArgument
 from maglev.cli.output import say
 from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
-from maglev.runs import SHIPPED
+from maglev.runs import is_shipped
 from maglev.serve.limits import Limits
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def serve(
         raise RequestError(f"--replicas is {replicas}; it must be at least 1")
     serve_it = serve_here if replicas == 1 else partial(serve_replicas, count=replicas)
     # what comes with the package is not written to
-    usual = Path(f"{run.name}-sessions") if run.parent == SHIPPED else run / "sessions"
+    usual = Path(f"{run.resolve().name}-sessions") if is_shipped(run) else run / "sessions"
     places: dict[str, Any] = {"sessions": sessions or usual, "name": name or run.resolve().name}
     try:
         serve_it(run, host, port, limits, key=key, weights=weight_format(weights), device=device, **places)

@@ -70,9 +70,8 @@ class Tokenizer:
         if self.decode_bytes(self.encode(ROUND_TRIP_PROBE)) != ROUND_TRIP_PROBE.encode():
             raise ValueError("it changes the text (normaliser, added prefix space or unknown tokens)")
 
-        # an exported tokenizer is the run's, whatever it does for those who do not begin with BOS themselves
-        if description.get("post_processor") == bos_template(bos, self.bos_id):
-            description["post_processor"] = None
+        # it is never asked for: texts are encoded without it, and an export has another one for those who ask
+        description["post_processor"] = None
         canonical = json.dumps(description, sort_keys=True, separators=(",", ":"))
         self.fingerprint = hashlib.sha256(canonical.encode()).hexdigest()
 

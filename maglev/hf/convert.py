@@ -43,7 +43,7 @@ def to_hugging_face(
     check_tensors(run, config, tensors)
     if dtype is not None:
         tensors = {part: {name: each.to(DTYPES[dtype]) for name, each in own.items()} for part, own in tensors.items()}
-    description = json.loads((run / TOKENIZER).read_text(encoding="utf-8"))
+    description = own_tokenizer(run, tokenizer)
     bos = tokenizer.bos_id
     hf_config = MaglevConfig(
         run=config.to_dict(),
@@ -75,12 +75,7 @@ def to_run(source: Path, out: Path, report: Report) -> dict[str, Any]:
     config, found, tokenizer = open_run(source, out, report)
     tensors = {part: own for part in PARTS if (own := found.tensors(part))}
     check_tensors(source, config, tensors)
-    description = json.loads((source / TOKENIZER).read_text(encoding="utf-8"))
-    told = json.loads((source / CONFIG).read_bytes())
-    if told.get("model_type") == MODEL_TYPE and description.get("post_processor") == bos_template(
-        tokenizer.bos_token, tokenizer.bos_id
-    ):
-        description["post_processor"] = told.get("tokenizer_post_processor")
+    description = own_tokenizer(source, tokenizer)
     with atomic_folder(out) as folder:
         write_json(folder / CONFIG, config.to_dict())
         write_text(folder / TOKENIZER, pretty(description))
@@ -104,6 +99,16 @@ def open_run(run: Path, out: Path, report: Report) -> tuple[RunConfig, Checkpoin
     if found is None:
         raise RequestError(f"{run} has no checkpoint yet; let 'maglev train' reach one (train.checkpoint_every)")
     return config, found, tokenizer
+
+
+def own_tokenizer(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The description that the run was trained with: an export puts BOS in front, and keeps what was there."""
+    description = json.loads((source / TOKENIZER).read_text(encoding="utf-8"))
+    told = json.loads((source / CONFIG).read_bytes())
+    exported = bos_template(tokenizer.bos_token, tokenizer.bos_id)
+    if told.get("model_type") == MODEL_TYPE and description.get("post_processor") == exported:
+        description["post_processor"] = told.get("tokenizer_post_processor")
+    return description
 
 
 def check_tensors(run: Path, config: RunConfig, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:

@@ -28,6 +28,7 @@ def test_a_run_is_shipped_with_its_figures(
 ) -> None:
     run, beside, folder = trained("maglev-closed"), trained("swa-ssss"), tmp_path / "weights" / NAME
     words = [str(run), "--name", NAME, "--data", str(data), "--beside", str(beside)]
+    words += ["--text", "a little text", "--machine", "this machine"]
     monkeypatch.setattr(sys, "argv", ["ship.py", *words])
     script.main()
     files = {path.name for path in folder.iterdir()}
@@ -37,7 +38,7 @@ def test_a_run_is_shipped_with_its_figures(
     card = (folder / "README.md").read_text()
     for key in ("bpb_recurrent", "bpb_recurrent_of_the_run", "bpb_lifted_of_the_run"):
         assert f"{found[key]:.4f}" in card and 0 < found[key] < 20
-    assert f"{found['beside']['bpb']:.4f}" in card and found["text"].split()[0] in card
+    assert f"{found['beside']['bpb']:.4f}" in card and "a little text" in card and "on this machine" in card
     # the card alone, again
     (folder / "README.md").unlink()
     monkeypatch.setattr(sys, "argv", ["ship.py", "--name", NAME])
@@ -55,8 +56,29 @@ def test_the_cards_command_gives_that_configuration(script, data: Path, trained:
     assert read_config(out).to_dict() == config.to_dict()
 
 
-def test_without_data_nothing_is_shipped(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["ship.py", str(tmp_path), "--name", NAME])
+@pytest.mark.parametrize("missing", ["--data", "--text", "--machine"])
+def test_what_the_card_needs_has_to_be_said(
+    script, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    words = [f"{name}={tmp_path}" for name in ("--data", "--text", "--machine") if name != missing]
+    monkeypatch.setattr(sys, "argv", ["ship.py", str(trained("maglev-closed")), "--name", NAME, *words])
     with pytest.raises(SystemExit) as stopped:
         script.main()
     assert stopped.value.code == 2 and not (tmp_path / "weights").exists()
+
+
+def test_what_was_shipped_stays_where_the_next_cannot_be_measured(
+    script, trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "weights" / NAME / "README.md"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("a card")
+    words = ["--data", str(tmp_path / "nowhere"), "--text", "a", "--machine", "b"]
+    monkeypatch.setattr(sys, "argv", ["ship.py", str(trained("maglev-closed")), "--name", NAME, *words])
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    assert stopped.value.code == 2 and "nowhere" in capsys.readouterr().err
+    assert kept.read_text() == "a card" and not (tmp_path / "results").exists()
+    monkeypatch.setattr(sys, "argv", ["ship.py", "--name", NAME])
+    with pytest.raises(SystemExit, match="2"):
+        script.main()

@@ -12,6 +12,7 @@ from maglev import runs
 from maglev.__main__ import main
 from maglev.errors import RequestError
 from maglev.inference.engine import LanguageModel
+from maglev.runs import read_config
 from tests.documents import REPOSITORY
 from tests.scripts import load_script
 from tests.small_runs import Train, one_line
@@ -43,7 +44,7 @@ def test_a_name_writes_what_its_folder_writes(shipped: Path, capsys: pytest.Capt
 
 def test_a_folder_of_that_name_comes_first(shipped: Path) -> None:
     Path(NAME).mkdir()
-    with pytest.raises(RequestError, match=f"^{NAME} is not a run folder, .*, or {NAME}$"):
+    with pytest.raises(RequestError, match=f"^{NAME} is not a run folder, .* made$"):
         maglev.load(NAME)
 
 
@@ -52,7 +53,38 @@ def test_other_names_are_folders(shipped: Path, name: str, capsys: pytest.Captur
     assert runs.run_folder(name) == Path(name)
     capsys.readouterr()
     assert main(["generate", name, "--prompt", "a"]) == 2
-    assert f"or {NAME}" in one_line(capsys)
+    assert "is not a run folder" in one_line(capsys)
+
+
+@pytest.mark.parametrize("name", [NAME, f"{NAME}/", f"./{NAME}"])
+def test_every_verb_that_only_reads_takes_it(shipped: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.run_folder(name) == shipped
+    capsys.readouterr()
+    assert main(["info", name, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"] == "maglev-shared-0.1"
+    assert main(["export", name, "again", "--json"]) == 0
+
+
+def test_others_say_how_to_get_a_folder(shipped: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["eval", "bpb", NAME, "--data", str(data)]) == 2
+    assert f"'maglev export {NAME} OUT'" in one_line(capsys)
+
+
+def test_results_are_not_kept_in_the_package(shipped: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(shipped.rglob("*"))
+    capsys.readouterr()
+    assert main(["eval", "bpb", str(shipped), "--data", str(data), "--device", "cpu"]) == 0
+    assert "is not kept there" in capsys.readouterr().err
+    assert sorted(shipped.rglob("*")) == before
+
+
+def test_through_an_export_of_an_export_it_is_the_same_run(shipped: Path, trained: Train) -> None:
+    assert main(["export", NAME, "again"]) == 0
+    assert main(["export", "again", "run", "--format", "run"]) == 0
+    before, after = trained("maglev-shared-0.1"), Path("run")
+    first, last = (json.loads((path / runs.TOKENIZER).read_text()) for path in (before, after))
+    assert first == last and read_config(before) == read_config(after)
 
 
 def test_rounding_halves_the_bytes_and_changes_no_name(shipped: Path, trained: Train) -> None:
@@ -76,10 +108,10 @@ def test_a_server_keeps_its_sessions_outside(shipped: Path, monkeypatch: pytest.
     from maglev.cli import serve
 
     told: dict = {}
-    monkeypatch.setattr(serve, "SHIPPED", shipped.parent)
     monkeypatch.setattr(serve, "serve_here", lambda run, *rest, **more: told.update(more, run=run))
-    assert main(["serve", NAME, "--port", "0"]) == 0
-    assert told["run"] == shipped and told["name"] == NAME and told["sessions"] == Path(f"{NAME}-sessions")
+    for name in (NAME, str(shipped)):
+        assert main(["serve", name, "--port", "0"]) == 0
+        assert told["run"] == shipped and told["name"] == NAME and told["sessions"] == Path(f"{NAME}-sessions")
 
 
 # what does come with the package
@@ -114,7 +146,9 @@ def test_their_card_says_what_was_measured() -> None:
     found = json.loads((REPOSITORY / "results" / f"{TINY}.json").read_text())
     folder = runs.SHIPPED / TINY
     assert (folder / "README.md").read_text() == script.card(found, runs.read_config(folder))
-    assert found["parameters"] == sum(tensor.numel() for tensor in maglev.load(TINY).decoder.state_dict().values())
+    lm = maglev.load(TINY, device="cpu")
+    assert script.written(lm) == found["written"] and lm.read(found["prompt"]).nbytes == found["state_bytes"]
+    assert found["parameters"] == sum(tensor.numel() for tensor in lm.decoder.state_dict().values())
     assert sum(path.stat().st_size for path in folder.iterdir()) < 8e6, "more than a few megabytes"
 
 

@@ -69,7 +69,9 @@ def test_a_stream_has_the_same_text(client: openai.OpenAI, lm: LanguageModel) ->
 def test_a_stream_with_usage(client: openai.OpenAI) -> None:
     options = {"include_usage": True}
     parts = list(
-        client.completions.create(model=NAME, prompt="a", max_tokens=4, stream=True, stream_options=options)  # type: ignore[call-overload]
+        client.completions.create(
+            model=NAME, prompt="a", max_tokens=4, temperature=0, stream=True, stream_options=options
+        )  # type: ignore[call-overload]
     )
     assert not parts[-1].choices and parts[-1].usage.completion_tokens == 4
     assert all(part.usage is None for part in parts[:-1])
