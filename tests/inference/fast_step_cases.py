@@ -32,7 +32,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     ("recipe", "shape"), list(zip(RECIPES, ({"depth": 1}, {"kv_heads": 1}, {}), strict=True)), ids=RECIPES
 )
 def test_equals_the_decoder_beyond_the_window(recipe: str, shape: dict[str, int]) -> None:
-    follow(tiny(recipe, DEVICE, **shape), "triton", batch=1, steps=40, bound=1e-4)
+    follow(tiny(recipe, DEVICE, **shape), "triton", batch=1, steps=24 if INTERPRETED else 40, bound=1e-4)
 
 
 def test_equals_the_decoder_on_ragged_rows() -> None:
