@@ -82,9 +82,9 @@ def recall(
     The defaults are for a GPU; a CPU does '--depth 2 --window 8 --context 64 --steps 600' in a minute or two.
     With '--variant needles --data DIR' the pairs lie in real text, and a run trained on text can be asked as well.
     """
+    from maglev.cli.runs import is_recipe
     from maglev.data.recall import RecallConfig
     from maglev.evaluate.recall_results import read_rows
-    from maglev.recipes import RECIPES
     from maglev.runs import RECALL
     from maglev.train.distributed import read_place
 
@@ -96,8 +96,8 @@ def recall(
     asked: dict[str, Any] = {"variant": variant, "pairs": pairs, "query_share": query_share, "spread": spread}
     asked |= {"keys": keys, "values": values}
     task_changes = {name: value for name, value in asked.items() if value is not None}
-    is_recipe = run_or_recipe in RECIPES or not (Path(run_or_recipe).exists() or os.sep in run_or_recipe)
-    if is_recipe:
+    new = is_recipe(run_or_recipe)
+    if new:
         task = RecallConfig(**task_changes)
         text = open_text(task, data, None)
         numbers = {"depth": depth, "steps": steps, "seed": seed, "window": window, "context": context}
@@ -115,7 +115,7 @@ def recall(
                 raise RequestError(f"{run_or_recipe} is a run and only measured; leave --{name} away")
         task = task_of(run, task_changes)
         text = open_text(task, data, run)
-    value = measure(run, task, text, None if is_recipe else context, rows, passes, device)
+    value = measure(run, task, text, None if new else context, rows, passes, device)
     keep(run, f"recall-{value['task']['variant']}-{value['task']['pairs']}-{value['context']}", value)
     emit(write_down(value, run, results, plot), as_json, render)
 

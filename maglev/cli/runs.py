@@ -7,12 +7,14 @@ from typing import Any
 from maglev.config import RunConfig
 from maglev.errors import RequestError
 from maglev.recipes import PAPER_DEPTH, RECIPES, run_config
-from maglev.runs import read_config, run_folder
+from maglev.runs import read_config, run_folder, shipped_names
 from maglev.settings import parse_assignments
 
 
 def is_recipe(run_or_recipe: str) -> bool:
     """A word that is neither a path nor there is taken for a recipe, so that an error names the nearest one."""
+    if run_or_recipe in shipped_names():
+        return False
     return run_or_recipe in RECIPES or not (Path(run_or_recipe).exists() or os.sep in run_or_recipe)
 
 

@@ -66,9 +66,10 @@ def test_every_verb_that_only_reads_takes_it(shipped: Path, name: str, capsys: p
 
 
 def test_others_say_how_to_get_a_folder(shipped: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert main(["eval", "bpb", NAME, "--data", str(data)]) == 2
-    assert f"'maglev export {NAME} OUT'" in one_line(capsys)
+    for words in (["eval", "bpb", NAME, "--data", str(data)], ["eval", "recall", NAME]):
+        capsys.readouterr()
+        assert main(words) == 2
+        assert f"'maglev export {NAME} OUT'" in one_line(capsys)
 
 
 def test_results_are_not_kept_in_the_package(shipped: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
