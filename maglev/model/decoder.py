@@ -13,6 +13,7 @@ from maglev.model.memory import Features, Rotation, injection_of
 from maglev.model.state import DecoderState
 from maglev.ops.attention import plan_attention, windowed_attention
 from maglev.ops.inject import rms_norm
+from maglev.ops.kernels import Heads
 from maglev.ops.rotation import rotation, turn_frequencies
 
 
@@ -53,11 +54,14 @@ def attend_in_parallel(
     *,
     dtype: torch.dtype,
     head_dim: int,
+    heads: Heads,
     kernel: str | None = None,
     entries: int = 1,
 ) -> list[Attend]:
     """For all positions of tokens (B, T)."""
-    plan = partial(plan_attention, starts=starts, dtype=dtype, head_dim=head_dim, kernel=kernel, entries=entries)
+    plan = partial(
+        plan_attention, starts=starts, dtype=dtype, head_dim=head_dim, heads=heads, kernel=kernel, entries=entries
+    )
     plans = {window: plan(window, tokens.shape[1], tokens.device) for window in set(windows)}
     return [partial(windowed_attention, plan=plans[window]) for window in windows]
 
@@ -110,6 +114,7 @@ class Decoder(nn.Module):
             starts,
             dtype=self.compute_dtype,
             head_dim=config.head_dim,
+            heads=(config.heads, config.kv_heads),
             kernel=self.attention_kernel,
             entries=1 if previous_memory is None else config.entries,
         )

@@ -173,6 +173,7 @@ class Sweeps:
                 starts,
                 dtype=decoder.compute_dtype,
                 head_dim=decoder.config.head_dim,
+                heads=(decoder.config.heads, decoder.config.kv_heads),
                 kernel=decoder.attention_kernel,
                 entries=decoder.config.entries,
             )

@@ -14,7 +14,7 @@ from torch import Tensor
 from maglev.errors import WorkError
 from maglev.ops import reference
 from maglev.ops.decode import unpacked
-from maglev.ops.kernels import BLOCKWISE, FLEX, FUSED, KERNELS, SDPA, VARLEN, Case, plan_for
+from maglev.ops.kernels import BLOCKWISE, FLEX, FUSED, KERNELS, SDPA, USUAL_HEADS, VARLEN, Case, Heads, plan_for
 from maglev.ops.plan import AttentionPlan
 
 __all__ = ["AttentionPlan", "describe", "plan_attention", "slot_attention", "windowed_attention"]
@@ -26,8 +26,9 @@ ORDER = {
     "windowed": (FUSED, FLEX, VARLEN, BLOCKWISE),
     "full": (SDPA, FUSED, FLEX, VARLEN, BLOCKWISE),
 }
-# what a check runs: a window that ends inside of blocks, grouped heads
-CHECKED_LENGTH, CHECKED_WINDOW = 192, 50
+# what a check runs: a window that ends inside of blocks; both divide by 16, as those of training do, so that what is
+# compiled for the check serves there too
+CHECKED_LENGTH, CHECKED_WINDOW = 192, 48
 LARGEST_ERROR = 0.02
 
 
@@ -40,6 +41,7 @@ def plan_attention(
     *,
     dtype: torch.dtype = torch.float32,
     head_dim: int = 64,
+    heads: Heads = USUAL_HEADS,
     kernel: str | None = None,
     entries: int = 1,
 ) -> AttentionPlan:
@@ -51,11 +53,20 @@ def plan_attention(
         at = range((queries.start + 1) * entries - 1, queries.stop * entries, queries.step * entries)
         starts = None if starts is None else starts * entries
         single = plan_attention(
-            window * entries, keys * entries, device, at, starts, dtype=dtype, head_dim=head_dim, kernel=kernel
+            window * entries,
+            keys * entries,
+            device,
+            at,
+            starts,
+            dtype=dtype,
+            head_dim=head_dim,
+            heads=heads,
+            kernel=kernel,
         )
         return AttentionPlan(PACKED, min(window, keys), keys, queries, mask=single)
     whole = queries == range(keys) and starts is None
-    case = Case(device.type, dtype, head_dim, len(queries), window >= keys, whole, starts is not None)
+    documents, step = starts is not None, queries.step
+    case = Case(device.type, dtype, head_dim, len(queries), window >= keys, whole, documents, step, heads)
     # reading and evaluation have any shape, which FlexAttention would compile for, and no gradients
     chosen = choose(case, kernel)[0] if torch.is_grad_enabled() else BLOCKWISE
     return plan_for(chosen, window, keys, device, queries, starts)
@@ -84,28 +95,34 @@ def choose(case: Case, wanted: str | None = None) -> tuple[str, str]:
     One that is asked for and serves, but fails, ends the work: who asks wants to know.
     """
     if wanted is not None and KERNELS[wanted].serves(case):
-        works, reason = check(wanted, case.device_type, case.head_dim)
+        works, reason = check_for(wanted, case)
         if not works:
             raise WorkError(f"train.attention is {wanted}, which {reason}; set it to auto")
         return wanted, reason
     failed = ""
     for name in ORDER["full" if case.is_full else "windowed"]:
         if KERNELS[name].serves(case):
-            works, reason = check(name, case.device_type, case.head_dim)
+            works, reason = check_for(name, case)
             if works:
                 return name, reason + failed
             failed += f"; {name} {reason}"
     raise AssertionError("plain PyTorch serves everything")
 
 
+def check_for(kernel: str, case: Case) -> tuple[bool, str]:
+    """Of ours as the case has it: one kernel is compiled for one number of heads and one step."""
+    if kernel == FUSED:
+        return check(kernel, case.device_type, case.head_dim, case.heads, case.step)
+    return check(kernel, case.device_type, case.head_dim)
+
+
 @functools.cache
-def check(kernel: str, device_type: str, head_dim: int) -> tuple[bool, str]:
-    """Whether a kernel works on that kind of device for heads of that size, found by running it once, and what came of
-    it."""
+def check(kernel: str, device_type: str, head_dim: int, heads: Heads = USUAL_HEADS, step: int = 1) -> tuple[bool, str]:
+    """Whether a kernel works on that kind of device for such heads, found by running it once, and what came of it."""
     if kernel == BLOCKWISE:
         return True, "plain PyTorch"
     try:
-        error = error_of(kernel, torch.device(device_type), head_dim)
+        error = error_of(kernel, torch.device(device_type), head_dim, heads, step)
     except Exception as failure:  # whatever a missing compiler, driver or kernel raises: say it and go on without
         line = (str(failure).splitlines() or [""])[0]
         return False, f"failed: {type(failure).__name__}: {line[:120]}"
@@ -114,29 +131,26 @@ def check(kernel: str, device_type: str, head_dim: int) -> tuple[bool, str]:
     return True, f"within {error:.4f} of the definition"
 
 
-def error_of(kernel: str, device: torch.device, head_dim: int) -> float:
-    """Forward and backward against the definition, on a shape with an edge in it; of some positions too, where the
-    kernel of ours takes that."""
+def error_of(kernel: str, device: torch.device, head_dim: int, heads: Heads, step: int) -> float:
+    """Forward and backward against the definition, on a shape with an edge in it."""
     generator = torch.Generator("cpu").manual_seed(0)
     window = CHECKED_LENGTH if kernel == SDPA else CHECKED_WINDOW
+    # those that end a step, and one at least
+    queries = range(min(step, CHECKED_LENGTH) - 1, CHECKED_LENGTH, step)
 
     def draw(count: int, heads: int) -> Tensor:
         numbers = torch.randn(1, count, heads, head_dim, generator=generator)
         return numbers.to(device, torch.bfloat16).requires_grad_()
 
-    def error(queries: range) -> float:
-        inputs = (draw(len(queries), 4), draw(CHECKED_LENGTH, 2), draw(CHECKED_LENGTH, 2))
+    # the first call may come from an evaluation, which has no gradients
+    with torch.inference_mode(False), torch.enable_grad():
+        inputs = (draw(len(queries), heads[0]), draw(CHECKED_LENGTH, heads[1]), draw(CHECKED_LENGTH, heads[1]))
         plan = plan_for(kernel, window, CHECKED_LENGTH, device, queries)
         results = []
         for out in (windowed_attention(*inputs, plan), reference.windowed_attention(*inputs, window, queries)):
             results.append([out.detach(), *torch.autograd.grad(out.square().sum(), inputs)])
         # NaN is larger than any number, for PyTorch
         return float(torch.stack([(a - b).norm() / b.norm() for a, b in zip(*results, strict=True)]).max())
-
-    subsets = [range(CHECKED_LENGTH)] + ([range(2, CHECKED_LENGTH, 3)] if kernel == FUSED else [])
-    # the first call may come from an evaluation, which has no gradients
-    with torch.inference_mode(False), torch.enable_grad():
-        return float(torch.tensor([error(queries) for queries in subsets]).max())
 
 
 def describe(device_type: str, cases: Mapping[str, Case] | None = None, wanted: str | None = None) -> str:

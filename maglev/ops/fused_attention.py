@@ -60,7 +60,7 @@ def in_band(query, key, window):  # type: ignore[no-untyped-def]
     return tl.cast(query - key, tl.uint32) < tl.cast(window, tl.uint32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def attend_kernel(  # type: ignore[no-untyped-def]
     query_from, key_from, value_from, out_ptr, log_ptr, count, start, length, window, scale, STEP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
@@ -95,7 +95,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     tl.store(log_ptr + tl.program_id(1).to(tl.int64) * count + index, top + tl.log2(weight), mask=index < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def queries_kernel(  # type: ignore[no-untyped-def]
     query_from, key_from, value_from, out_from, log_ptr, d_out_from, delta_ptr, d_query_ptr,
     count, start, length, window, scale, STEP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
@@ -127,7 +127,7 @@ def queries_kernel(  # type: ignore[no-untyped-def]
     store_rows(d_query_ptr, row, head, first, count, d_query * (scale * LN_2), QUERIES, HEADS, WIDTH, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def keys_kernel(  # type: ignore[no-untyped-def]
     query_from, key_from, value_from, log_ptr, d_out_from, delta_ptr, d_key_ptr, d_value_ptr,
     count, start, length, window, scale, STEP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,

@@ -24,9 +24,14 @@ HALVES = (torch.bfloat16, torch.float16)
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
+Heads = tuple[int, int]
+USUAL_HEADS: Heads = (4, 2)
+
+
 class Case(NamedTuple):
     """What a layer asks of a kernel. `is_full`: a query sees all keys before it; `documents`: several in a row, kept
-    apart by a mask; `is_whole`: there is a query at every position, and a row is one document."""
+    apart by a mask; `is_whole`: there is a query at every position, and a row is one document; `step`: from one query
+    to the next; `heads`: those of queries, and of keys and values."""
 
     device_type: str
     dtype: torch.dtype
@@ -35,6 +40,8 @@ class Case(NamedTuple):
     is_full: bool
     is_whole: bool
     documents: bool = False
+    step: int = 1
+    heads: Heads = USUAL_HEADS
 
 
 class Kernel(NamedTuple):

@@ -5,6 +5,7 @@ The update functions hold no state: they change the tensors they are given and r
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from maglev.errors import RequestError
 from maglev.train.distributed import gather_stack, rank_and_world
 from maglev.train.param_groups import AdamWGroup, MuonGroup, ParamGroup
 from maglev.train.sharding import RowExchange, is_sharded, local, own_rows, split_rows
+from maglev.train.speed import no_collections
 
 Scalar = float | Tensor
 Coefficients = tuple[float, float, float]
@@ -313,6 +315,8 @@ class Optimizer:
                 self.adamw.append(AdamWTensors(group))
         self.holders: list[MuonStack | AdamWTensors] = [*self.stacks, *self.adamw]
         self.rules = Rules(compiled)
+        # the next step does
+        self.compiles = compiled
 
     @torch.no_grad()
     def step(self, lr_scale: float, muon_momentum: float, weight_decay_scale: float) -> None:
@@ -320,11 +324,13 @@ class Optimizer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.steps += 1
-        for stack in self.stacks:
-            group = stack.group
-            stack.update(self.rules, group.lr * lr_scale, muon_momentum, group.weight_decay * weight_decay_scale)
-        for tensors in self.adamw:
-            tensors.update(self.steps, tensors.group.lr * lr_scale)
+        with no_collections() if self.compiles else nullcontext():
+            for stack in self.stacks:
+                group = stack.group
+                stack.update(self.rules, group.lr * lr_scale, muon_momentum, group.weight_decay * weight_decay_scale)
+            for tensors in self.adamw:
+                tensors.update(self.steps, tensors.group.lr * lr_scale)
+        self.compiles = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:

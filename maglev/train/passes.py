@@ -33,6 +33,7 @@ from maglev.train.optimizer import Optimizer
 from maglev.train.recording import Inputs, Recorder
 from maglev.train.setup import most_rows, rows_per_pass
 from maglev.train.sharding import local
+from maglev.train.speed import no_collections
 
 # divided parameters: passes of so many times fewer rows than the guess show what fits
 FEWER = 4
@@ -72,6 +73,8 @@ class Passes:
         self.replicas: DistributedDataParallel | None = None
         possible = self.device.type == "cuda" and ranks.world == 1 and not divided
         self.recorder = Recorder(objective, config.train.graphs, possible, say)
+        # the next pass compiles
+        self.compiles = True
 
     def join(self) -> None:
         """Before the first step, on all ranks together."""
@@ -153,7 +156,10 @@ class Passes:
     def add_pass(self, inputs: Inputs) -> Tensor:
         """Gradients of a part, added to this rank's own. -> its three losses, by its share"""
         with nullcontext() if self.replicas is None else self.replicas.no_sync():
-            return self.forward(inputs)()
+            with no_collections() if self.compiles else nullcontext():
+                losses = self.forward(inputs)()
+        self.compiles = False
+        return losses
 
     def forward(self, inputs: Inputs) -> Callable[[], Tensor]:
         """-> its backward, which returns the losses"""

@@ -19,7 +19,7 @@ from maglev.objectives import Objective, build_objective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.objectives.pretrained import PretrainedPrefiller
 from maglev.ops import fp8
-from maglev.ops.kernels import KERNELS, Case
+from maglev.ops.kernels import KERNELS, Case, Heads
 from maglev.ops.recompute import LEAN, LEAN_COMPILED, again
 from maglev.runs import read_config
 from maglev.train.fitting import USABLE, largest_divisor
@@ -70,21 +70,25 @@ def attention_cases(config: RunConfig, objective: Objective, device: torch.devic
     model, dtype = config.model, objective.decoder.compute_dtype
     found: dict[str, Case] = {}
 
-    def add(stack: str, windows: Sequence[int], head_dim: int, queries: int, whole: bool) -> None:
+    def add(stack: str, windows: Sequence[int], shape: tuple[int, Heads], step: int = 1, whole: bool = True) -> None:
+        head_dim, heads = shape
+        queries = -(-model.context // step)
         for window in sorted(set(windows)):
             is_full = window >= model.context
             documents = config.data.document_mask
-            case = Case(device.type, dtype, head_dim, queries, is_full, whole and not documents, documents)
+            one = whole and not documents
+            case = Case(device.type, dtype, head_dim, queries, is_full, one, documents, step, heads)
             if case not in found.values():
                 found[stack + ("whole context" if is_full else f"window {window}")] = case
 
-    add("", model.windows, model.head_dim, model.context, model.entries == 1)
+    shape = model.head_dim, (model.heads, model.kv_heads)
+    add("", model.windows, shape, whole=model.entries == 1)
     if isinstance(objective, MaglevObjective) and not isinstance(objective.prefiller, PretrainedPrefiller):
-        add("prefiller, ", objective.prefiller.windows, objective.prefiller.head_dim, model.context, True)
+        prefiller = objective.prefiller
+        add("prefiller, ", prefiller.windows, (prefiller.head_dim, prefiller.heads))
     every = stride_of(config.objective)
     if every:
-        queries = -(-model.context // every)
-        add(f"{queries} positions of a row, ", model.windows, model.head_dim, queries, every == 1)
+        add(f"{-(-model.context // every)} positions of a row, ", model.windows, shape, every, whole=every == 1)
     return found
 
 
