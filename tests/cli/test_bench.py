@@ -71,7 +71,10 @@ def test_train_sets_models_beside_swa(tmp_path: Path, capsys: pytest.CaptureFixt
     assert result["benchmark"] == "train" and result["quick"] and plot.read_text().startswith("<?xml")
     swa, maglev = result["summary"]
     assert swa["of_allowed"] == 1 and 0 < maglev["allowed_by_flops"] < 1 and maglev["of_allowed"] > 0
-    assert all(row["start_to_first_step_s"] > 0 and row["mfu"] > 0 for row in result["rows"])
+    for row in result["rows"]:
+        parts = row["start_s_by_part"]
+        assert row["mfu"] > 0 and min(parts.values()) >= 0
+        assert row["start_to_first_step_s"] == pytest.approx(sum(parts.values()), abs=1e-6)
 
 
 @pytest.mark.parametrize("scaling", [[], ["--scaling"]], ids=["models", "scaling"])
