@@ -46,6 +46,8 @@ class LeversConfig(ClosedMaglevConfig):
     own_share_end, consistency_end: what `own_share` and `consistency_weight` have become at the end of training, in a
     straight line; below 0 they stay.
     rise: pass i of n counts (i / n)^rise; 0 is all alike, 20 the last alone.
+    late_lifted, late_prefiller: what the lifted pass, and Q's own loss in place of `prefiller_weight`, count once P
+    goes over rows on its own memories; the second below 0 stays.
     own_next_token: how much the next token counts in these passes; at 0 Q's memories alone teach.
     noise: standard deviation of what is added to every memory that P reads, whose own size is 1.
     stop: where no gradient flows. `carried`: into the memories that a pass on own memories reads; `target`: into Q, to
@@ -62,6 +64,8 @@ class LeversConfig(ClosedMaglevConfig):
     own_share_end: float = -1.0
     consistency_end: float = -1.0
     rise: float = 0.0
+    late_lifted: float = 1.0
+    late_prefiller: float = -1.0
     own_next_token: float = 1.0
     noise: float = 0.0
     stop: str = ""
@@ -69,7 +73,7 @@ class LeversConfig(ClosedMaglevConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("passes", "free", "rise", "own_next_token", "noise", "own_share"):
+        for name in ("passes", "free", "rise", "late_lifted", "own_next_token", "noise", "own_share"):
             value = getattr(self, name)
             require(value >= 0, f"objective.{name} is {value}; it must not be negative")
         for name in ("own_share", "own_share_end"):
@@ -138,12 +142,13 @@ class LeversObjective(ClosedLoopObjective):
                 parts.append(memory)
                 own = own or sweeps
         lifted = self.weighed(torch.cat(parts), target_memory, targets, 1.0, "target")
-        total = lifted.total
+        total, prefiller_weight = lifted.total, config.prefiller_weight
         if rows and own is not None:
             found = self.on_own_memories(own, parts[0], target_memory[:rows], targets[:rows], embedded[:rows])
-            total = total + rows / len(tokens) * found
-        if config.prefiller_weight:
-            total = total + config.prefiller_weight * next_token_loss(self.decoder, target_memory, targets)
+            total = config.late_lifted * total + rows / len(tokens) * found
+            prefiller_weight = prefiller_weight if config.late_prefiller < 0 else config.late_prefiller
+        if prefiller_weight:
+            total = total + prefiller_weight * next_token_loss(self.decoder, target_memory, targets)
         return Losses(total, lifted.next_token, lifted.consistency)
 
     def on_own_memories(

@@ -56,6 +56,22 @@ def test_as_it_stands_it_is_maglev_closed(rollout: int) -> None:
 
 
 @pytest.mark.usefixtures("script")
+def test_late_in_training_the_loop_alone_may_count() -> None:
+    batch = batch_of(3, 14)
+    late = {"late_lifted": 0.0, "late_prefiller": 0.25, "rollout_start": 0.5, "rollout": 2}
+    objective = levers(**late)
+    plain = levers(rollout=2, rollout_start=0.5, prefiller_weight=0.0)
+    for progress, lifted_share, prefiller_weight in ((0.4, 1.0, 0.5), (0.5, 0.0, 0.25)):
+        objective.progress = plain.progress = progress
+        both = plain(*batch)
+        lifted = both.next_token + plain.consistency_weight * both.consistency
+        memory = objective.prefiller(batch[0], objective.decoder)
+        expected = both.total - (1 - lifted_share) * lifted
+        expected = expected + prefiller_weight * next_token_loss(objective.decoder, memory, batch[1])
+        torch.testing.assert_close(objective(*batch).total, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("script")
 def test_passes_are_counted_weighed_and_begin_where_they_are_told() -> None:
     """On two of four rows: a free pass from zeros, then two that count 1/4 and 1."""
     tokens, targets = batch_of(4, 12)
