@@ -11,7 +11,7 @@ from maglev.values import parse_value, read_section, require
 
 FULL, SLIDING = "L", "S"
 Memory = Literal["none", "kv"]
-InjectionKind = Literal["shared_kv", "layer_kv", "residual", "cross_attention", "tokens"]
+InjectionKind = Literal["shared_kv", "layer_kv", "residual", "layer_residual", "cross_attention", "tokens"]
 # what `cross_attention` makes of a memory, and what its queries look at
 MEMORY_SLOTS = 4
 
@@ -88,13 +88,24 @@ class ModelConfig:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the fused kernels of training and decoding compute this network; every other takes plain PyTorch."""
-        return self.memory == "none" or self.injection == "shared_kv"
+        """Whether the fused kernels of training compute its attention: where memory is mixed in as in the paper, or
+        enters elsewhere. Every other takes plain PyTorch."""
+        return self.memory == "none" or self.injection not in ("layer_kv", "tokens")
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there are fused steps of it, for decoding and reading."""
+        return self.memory == "none" or self.injection in ("shared_kv", "residual")
 
     @property
     def gated(self) -> bool:
         """Whether gates of every layer let memory into its keys and values."""
         return self.memory != "none" and self.injection in ("shared_kv", "layer_kv")
+
+    @property
+    def tells_gates(self) -> bool:
+        """Whether every layer has gates through which memory enters, wherever that is."""
+        return self.memory != "none" and self.injection not in ("cross_attention", "tokens")
 
     @property
     def entries(self) -> int:

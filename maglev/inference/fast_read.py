@@ -52,10 +52,10 @@ def positions_at_once(
             features = steps.project(previous_memory.flatten(0, 1).contiguous(), fast.memory_weight)
         x = start
         for weights, span in zip(fast.layers, spans, strict=True):
-            x, projected = steps.scale_norm_project(x, start, weights.scales, weights.stacked)
+            x, projected, mixed, _ = fast.enter(x, start, weights, features)
             queries = span.queries(subset)
             attended = steps.chunk_attend(
-                projected, features, span.key, span.value, span.empty, queries, span.window, cos, sin, fast.config.heads
+                projected, mixed, span.key, span.value, span.empty, queries, span.window, cos, sin, fast.config.heads
             )
             x = steps.project_add(x, attended, weights.output)
             x = steps.project_add(x, steps.norm_project_relu2(x, weights.up), weights.down)

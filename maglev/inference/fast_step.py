@@ -12,7 +12,7 @@ from maglev.inference.gates import mean_gate
 from maglev.model.attention import Block
 from maglev.model.chunk import Chunk
 from maglev.model.decoder import Decoder
-from maglev.model.memory import MemoryProjections
+from maglev.model.memory import MemoryProjections, ResidualGate, ResidualProjection
 from maglev.model.state import DecoderState, RingCache
 from maglev.ops.decode_steps import Backend, decode_steps, memory_logits
 from maglev.ops.matrix import ARRIVALS, Matrix, WeightFormat, matrix
@@ -33,17 +33,23 @@ class LayerWeights(NamedTuple):
     output: Matrix  # (D, H * Dh)
     up: Matrix  # (4 D, D)
     down: Matrix  # (D, 4 D)
+    stream: Matrix | None = None  # (H, D) and rows of padding: the gates of a memory that enters the residual stream
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        own = [self.stacked, self.output, self.up, self.down]
+        return own if self.stream is None else [*own, self.stream]
 
 
 class FastDecoder:
-    """`Decoder.step_` on the same state, five launches per layer.
+    """`Decoder.step_` on the same state, five launches per layer; six where memory enters the residual stream.
 
     The weights are those of the decoder when this was made; the stacked matrices are copies. Steps of one FastDecoder
     go one after another, on one stream: they share counters. Threads take turns by `lock`.
     """
 
     def __init__(self, decoder: Decoder, backend: Backend | None = None, weights: WeightFormat = "plain") -> None:
-        if not decoder.config.has_kernels:
+        if not decoder.config.has_steps:
             raise RequestError(
                 f"there are no fused steps for model.injection = {decoder.config.injection!r}; use the decoder itself"
             )
@@ -70,6 +76,7 @@ class FastDecoder:
                 output=weight(attention.output_proj.weight),
                 up=weight(block.mlp.up_proj.weight),
                 down=weight(block.mlp.down_proj.weight),
+                stream=weight(block.stream.memory_gate.weight) if isinstance(block.stream, ResidualGate) else None,
             )
 
         self.layers: list[LayerWeights] = []
@@ -79,8 +86,11 @@ class FastDecoder:
         self.embedding = decoder.embedding.weight.detach().to(self.dtype).contiguous()
         self.readout_weight = matrix(decoder.readout.weight.detach().to(self.dtype), weights)
         self.frequencies = decoder.frequencies
-        self.memory_weight: Matrix | None = None  # (2 G Dh, D)
-        if decoder.injection is not None:
+        # (2 G Dh, D) for keys and values, (D, D) for the residual stream
+        self.memory_weight: Matrix | None = None
+        if isinstance(decoder.injection, ResidualProjection):
+            self.memory_weight = weight(decoder.injection.residual_proj.weight)
+        elif decoder.injection is not None:
             assert isinstance(decoder.injection, MemoryProjections)
             projections = decoder.injection.memory_key_proj, decoder.injection.memory_value_proj
             self.memory_weight = weight(*(projection.weight for projection in projections))
@@ -95,7 +105,7 @@ class FastDecoder:
     @property
     def weight_bytes(self) -> int:
         """What a step with its readout reads whatever the batch: everything but rows of the embedding."""
-        matrices = [each for layer in self.layers for each in (layer.stacked, layer.output, layer.up, layer.down)]
+        matrices = [each for layer in self.layers for each in layer.matrices]
         matrices += [self.readout_weight] if self.memory_weight is None else [self.readout_weight, self.memory_weight]
         scales = sum(layer.scales.numel() * layer.scales.element_size() for layer in self.layers)
         return scales + sum(each.nbytes for each in matrices)
@@ -166,15 +176,31 @@ class FastDecoder:
             features = None if self.memory_weight is None else steps.project(state.memory, self.memory_weight)
             x = start
             for weights, ring in zip(self.layers, state.caches, strict=True):
-                x, projected = steps.scale_norm_project(x, start, weights.scales, weights.stacked)
-                if gates is not None and features is not None:
-                    gates.append(memory_logits(projected, config.kv_heads, config.head_dim, config.heads))
+                x, projected, mixed, logits = self.enter(x, start, weights, features)
+                if gates is not None and logits is not None:
+                    gates.append(logits)
                 attended = steps.ring_attend(
-                    projected, features, ring.key, ring.value, position, cos, sin, self.arrivals, config.heads
+                    projected, mixed, ring.key, ring.value, position, cos, sin, self.arrivals, config.heads
                 )
                 x = steps.project_add(x, attended, weights.output)
                 x = steps.project_add(x, steps.norm_project_relu2(x, weights.up), weights.down)
             steps.finish_step(x, position, memory_out, position_out)
+
+    def enter(
+        self, x: Tensor, start: Tensor, weights: LayerWeights, features: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """A layer up to its attention. -> the stream, what attention takes of it, and of the memory, and the logits
+        (B, G) of the memory gates"""
+        steps, config = self.steps, self.config
+        if features is None or weights.stream is None:
+            x, projected = steps.scale_norm_project(x, start, weights.scales, weights.stacked)
+            logits = None
+            if features is not None:
+                logits = memory_logits(projected, config.kv_heads, config.head_dim, config.heads)
+            return x, projected, features, logits
+        x, logits = steps.scale_norm_project(x, start, weights.scales, weights.stream)
+        x, projected = steps.gate_norm_project(x, features, logits, config.heads, weights.stacked)
+        return x, projected, None, logits[:, : config.heads]
 
 
 def fastest(decoder: Decoder, weights: WeightFormat = "plain") -> "Decoder | FastDecoder":
@@ -182,7 +208,7 @@ def fastest(decoder: Decoder, weights: WeightFormat = "plain") -> "Decoder | Fas
 
     A CPU takes the decoder itself: the order of work that suits kernels gains next to nothing there.
     """
-    fused = decoder.device.type == "cuda" and decoder.config.has_kernels
+    fused = decoder.device.type == "cuda" and decoder.config.has_steps
     return FastDecoder(decoder, weights=weights) if fused else decoder
 
 

@@ -1,4 +1,4 @@
-"""How far the gates that let memory into keys and values stand open, token by token."""
+"""How far the gates that let memory in stand open, token by token: into keys and values, or the residual stream."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from maglev.model.attention import Block
 from maglev.model.decoder import Decoder
+from maglev.model.memory import ResidualGate
 from maglev.ops.inject import gate
 
 
 def mean_gate(logits: list[Tensor]) -> Tensor | None:
-    """g_rec, from 0 to 2, over all layers and K/V heads. logits (B, G) of each layer -> (B,); None without layers"""
+    """g_rec, from 0 to 2, over all layers and heads. logits (B, G) of each layer -> (B,); None without layers"""
     if not logits:
         return None
     together = torch.stack(logits)  # (L, B, G)
@@ -33,6 +34,7 @@ def recorded_gates(decoder: Decoder) -> Iterator[list[Tensor]]:
     with ExitStack() as hooks:
         for block in decoder.blocks:
             assert isinstance(block, Block)
-            if block.attention.gates is not None:
-                hooks.enter_context(block.attention.gates.memory_gate.register_forward_hook(record))
+            gates = block.attention.gates or (block.stream if isinstance(block.stream, ResidualGate) else None)
+            if gates is not None:
+                hooks.enter_context(gates.memory_gate.register_forward_hook(record))
         yield logits

@@ -40,7 +40,8 @@ def plain_parameters(config: ModelConfig) -> int:
 
 
 def gate_parameters(config: ModelConfig) -> int:
-    gates = {"shared_kv": 2 * config.kv_heads, "layer_kv": 2 * config.kv_heads, "residual": config.heads}
+    pair = 2 * config.kv_heads
+    gates = {"shared_kv": pair, "layer_kv": pair, "residual": config.heads, "layer_residual": config.heads}
     return config.depth * gates.get(config.injection, 0) * config.width if config.memory == "kv" else 0
 
 
@@ -51,6 +52,7 @@ def memory_parameters(config: ModelConfig) -> int:
         "shared_kv": pair,
         "layer_kv": config.depth * pair,
         "residual": config.width**2,
+        "layer_residual": config.depth * config.width**2,
         "cross_attention": MEMORY_SLOTS * pair + config.depth * 2 * config.width**2,
         "tokens": pair,
     }

@@ -13,7 +13,7 @@ from maglev.model.memory import Features, Rotation, injection_of
 from maglev.model.state import DecoderState
 from maglev.ops.attention import plan_attention, windowed_attention
 from maglev.ops.inject import rms_norm
-from maglev.ops.kernels import Heads
+from maglev.ops.kernels import USUAL_HEADS, Heads
 from maglev.ops.rotation import rotation, turn_frequencies
 
 
@@ -54,7 +54,7 @@ def attend_in_parallel(
     *,
     dtype: torch.dtype,
     head_dim: int,
-    heads: Heads,
+    heads: Heads = USUAL_HEADS,
     kernel: str | None = None,
     entries: int = 1,
 ) -> list[Attend]:

@@ -2,7 +2,8 @@
 gates, by projections that all layers share. Beside it the ways that the paper leaves open.
 
 An injection has a part of the decoder, which makes features of m_{t-1}, and a part in every layer, which takes them: in
-attention (`shared_kv`, `layer_kv`, `tokens`) or in the residual stream before it (`residual`, `cross_attention`).
+attention (`shared_kv`, `layer_kv`, `tokens`) or in the residual stream before it (`residual`, `layer_residual`,
+`cross_attention`).
 """
 
 import torch
@@ -64,6 +65,17 @@ class ResidualProjection(Injection):
         return [(self.residual_proj(previous_memory),)]
 
 
+class LayerResiduals(Injection):
+    """The same matrix, but of every layer its own."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ResidualProjection(config) for _ in range(config.depth))
+
+    def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
+        return [features for layer in self.layers for features in layer(previous_memory, rotation)]
+
+
 class MemorySlots(Injection):
     """A few keys and values of the last memory alone, (B, T, S, G, Dh): a state holds no more than without them."""
 
@@ -122,10 +134,11 @@ class CrossAttention(nn.Module):
 
 def injection_of(config: ModelConfig) -> Injection | None:
     """The decoder's part."""
-    kinds: dict[str, type[MemoryProjections | LayerProjections | ResidualProjection | MemorySlots]] = {
+    kinds: dict[str, type[Injection]] = {
         "shared_kv": MemoryProjections,
         "layer_kv": LayerProjections,
         "residual": ResidualProjection,
+        "layer_residual": LayerResiduals,
         "cross_attention": MemorySlots,
         "tokens": MemoryProjections,
     }
@@ -141,6 +154,7 @@ def stream_of(config: ModelConfig) -> ResidualGate | CrossAttention | None:
     """A layer's part where memory enters the residual stream."""
     kinds: dict[str, type[ResidualGate | CrossAttention]] = {
         "residual": ResidualGate,
+        "layer_residual": ResidualGate,
         "cross_attention": CrossAttention,
     }
     kind = kinds.get(config.injection)

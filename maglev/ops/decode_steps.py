@@ -1,5 +1,5 @@
 """The parts of one decoding step, for B rows of one token each, and of a parallel pass, whose rows are positions:
-at most five calls per layer.
+at most five calls per layer, or six where memory enters the residual stream.
 
 These are the plain PyTorch twins: they serve any device and precision and define what the kernels of `fused_decode`
 compute, under the same names and signatures. `decode_steps` chooses between the two.
@@ -32,6 +32,10 @@ class DecodeSteps(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def scale_norm_project(self, x: Tensor, start: Tensor, scales: Tensor, weight: Matrix) -> tuple[Tensor, Tensor]: ...
+
+    def gate_norm_project(
+        self, x: Tensor, memory_projected: Tensor, logits: Tensor, heads: int, weight: Matrix
+    ) -> tuple[Tensor, Tensor]: ...
 
     def ring_attend(
         self,
@@ -104,6 +108,16 @@ def begin_step(
 def scale_norm_project(x: Tensor, start: Tensor, scales: Tensor, weight: Matrix) -> tuple[Tensor, Tensor]:
     """x' = a x + b x_0 with scales (a, b) in (2,); W norm(x'). x, start (B, D), weight (N, D) -> x', (B, N)"""
     x = (scales[0] * x + scales[1] * start).to(x.dtype)
+    return x, weight.times(rms_norm(x))
+
+
+def gate_norm_project(
+    x: Tensor, memory_projected: Tensor, logits: Tensor, heads: int, weight: Matrix
+) -> tuple[Tensor, Tensor]:
+    """x' = x + g W m, a gate for each head's share of the channels; W norm(x'). x, memory_projected (B, D), logits of
+    the gates (B, H) and what pads them, weight (N, D) -> x', (B, N)"""
+    share = gate(logits[:, :heads]).unsqueeze(-1)
+    x = x + (share * memory_projected.unflatten(1, (heads, -1))).flatten(1)
     return x, weight.times(rms_norm(x))
 
 

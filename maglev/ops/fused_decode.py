@@ -9,12 +9,13 @@ from torch import Tensor
 from maglev.ops.fused_product import (
     INTERPRETED,
     early,
+    entered,
+    entry,
     finished,
     loaded_scales,
     next_kernel,
     power_of_two,
     previous_kernel,
-    scaled_input,
     times_batch,
     times_vector,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "begin_step",
     "chunk_attend",
     "finish_step",
+    "gate_norm_project",
     "norm_project_relu2",
     "project",
     "project_add",
@@ -72,7 +74,8 @@ def begin_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, start_ptr, scales_ptr, scaled_ptr, out_ptr, position_ptr, position_out_ptr, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, COUNT: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENTRY: tl.constexpr, CHANNELS: tl.constexpr, LOGITS: tl.constexpr,
+    COUNT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The norm of one row by itself: after the last layer, and before the products of a large batch."""
     previous_kernel(EARLY)
@@ -81,9 +84,11 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     keep = column < WIDTH
     offset = row * WIDTH + column
-    residual_scale, input_scale = loaded_scales(scales_ptr, SCALE)
-    x = scaled_input(x_ptr, start_ptr, residual_scale, input_scale, offset, keep, SCALE)
-    if SCALE:
+    residual_scale, input_scale = loaded_scales(scales_ptr, ENTRY)
+    # logits are those of the row, LOGITS of them
+    scales_ptr += row * LOGITS
+    x = entered(x_ptr, start_ptr, scales_ptr, residual_scale, input_scale, offset, column, keep, ENTRY, CHANNELS)
+    if ENTRY != "none":
         tl.store(scaled_ptr + offset, x, mask=keep)
     wide = x.to(tl.float32)
     x = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps))
@@ -105,14 +110,17 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def normalise(x: Tensor, start: Tensor | None = None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x' and norm(x'), where x' is x or a x + b x_0."""
+def normalise(
+    x: Tensor, start: Tensor | None = None, scales: Tensor | None = None, channels: int = 0
+) -> tuple[Tensor, Tensor]:
+    """x' and norm(x'), where x' is x, a x + b x_0, or x and what gates let in: see `times_vector`."""
     width = x.shape[1]
     scaled = x if start is None else torch.empty_like(x)
     out = torch.empty_like(x)
     norm_kernel[(x.shape[0],)](
         x, x if start is None else start, x if scales is None else scales, scaled, out, x, x, NORM_EPS,
-        WIDTH=width, BLOCK=power_of_two(width), SCALE=start is not None, COUNT=False, num_warps=4, **early(x.device),
+        WIDTH=width, BLOCK=power_of_two(width), ENTRY=entry(start, channels), CHANNELS=channels,
+        LOGITS=scales.shape[1] if channels and scales is not None else 0, COUNT=False, num_warps=4, **early(x.device),
     )  # fmt: skip
     return scaled, out
 
@@ -156,6 +164,20 @@ def scale_norm_project(x: Tensor, start: Tensor, scales: Tensor, weight: Matrix)
     return scaled, project(normed, weight)
 
 
+def gate_norm_project(
+    x: Tensor, memory_projected: Tensor, logits: Tensor, heads: int, weight: Matrix
+) -> tuple[Tensor, Tensor]:
+    assert memory_projected.is_contiguous() and logits.is_contiguous()
+    channels = x.shape[1] // heads
+    if x.shape[0] == 1:
+        added = torch.empty_like(x)
+        return added, times_vector(
+            x, weight, norm=True, start=memory_projected, scales=logits, scaled=added, channels=channels
+        )
+    added, normed = normalise(x, memory_projected, logits, channels)
+    return added, project(normed, weight)
+
+
 def project(x: Tensor, weight: Matrix) -> Tensor:
     if x.shape[0] == 1:
         return times_vector(x, weight)
@@ -184,7 +206,8 @@ def finish_step(x: Tensor, position: Tensor, memory_out: Tensor, position_out: T
     assert memory_out.is_contiguous() and position.is_contiguous() and position_out.is_contiguous()
     norm_kernel[(x.shape[0],)](
         x, x, x, x, memory_out, position, position_out, NORM_EPS,
-        WIDTH=width, BLOCK=power_of_two(width), SCALE=False, COUNT=True, num_warps=4, **early(x.device),
+        WIDTH=width, BLOCK=power_of_two(width), ENTRY="none", CHANNELS=0, LOGITS=0, COUNT=True, num_warps=4,
+        **early(x.device),
     )  # fmt: skip
 
 

@@ -67,22 +67,28 @@ def fetch_lines(start_ptr, rows, COUNT: tl.constexpr, SIZE: tl.constexpr):  # ty
 
 
 @triton.jit
-def loaded_scales(scales_ptr, SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+def loaded_scales(scales_ptr, ENTRY: tl.constexpr):  # type: ignore[no-untyped-def]
     residual_scale, input_scale = 1.0, 0.0
-    if SCALE:
+    if ENTRY == "scales":
         residual_scale, input_scale = tl.load(scales_ptr), tl.load(scales_ptr + 1)
     return residual_scale, input_scale
 
 
 @triton.jit
-def scaled_input(  # type: ignore[no-untyped-def]
-    x_ptr, start_ptr, residual_scale, input_scale, offset, keep, SCALE: tl.constexpr
-):
-    """x, or a x + b x_0 rounded to what the residual stream holds."""
+def entered(  # type: ignore[no-untyped-def]
+    x_ptr, start_ptr, scales_ptr, residual_scale, input_scale, offset, column, keep, ENTRY: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """x, or a x + b x_0, or x + g m with a gate for CHANNELS each; rounded to what the residual stream holds."""
     x = tl.load(x_ptr + offset, mask=keep, other=0.0)
-    if SCALE:
+    if ENTRY == "scales":
         start = tl.load(start_ptr + offset, mask=keep, other=0.0)
         x = (residual_scale * x.to(tl.float32) + input_scale * start.to(tl.float32)).to(x.dtype)
+    elif ENTRY == "gates":
+        memory = tl.load(start_ptr + offset, mask=keep, other=0.0)
+        logit = tl.load(scales_ptr + column // CHANNELS, mask=keep, other=0.0)
+        share = 2.0 * tl.sigmoid(logit.to(tl.float32))
+        x = (x.to(tl.float32) + share * memory.to(tl.float32)).to(x.dtype)
     return x
 
 
@@ -116,7 +122,7 @@ def widened(weight):  # type: ignore[no-untyped-def]
 def vector_kernel(  # type: ignore[no-untyped-def]
     x_ptr, start_ptr, scales_ptr, weight_ptr, row_scale_ptr, base_ptr, scaled_ptr, out_ptr, rows, cap, eps,
     K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EIGHT_BITS: tl.constexpr,
-    SCALE: tl.constexpr, NORM: tl.constexpr, EPILOGUE: tl.constexpr, EARLY: tl.constexpr,
+    ENTRY: tl.constexpr, CHANNELS: tl.constexpr, NORM: tl.constexpr, EPILOGUE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of activations: ROWS outputs per program, every thread on its own columns until the very end."""
     next_kernel(EARLY)
@@ -139,11 +145,13 @@ def vector_kernel(  # type: ignore[no-untyped-def]
     previous_kernel(EARLY)
     total = tl.zeros([ROWS, CHUNK], dtype=tl.float32)
     squares = tl.zeros([CHUNK], dtype=tl.float32)
-    residual_scale, input_scale = loaded_scales(scales_ptr, SCALE)
+    residual_scale, input_scale = loaded_scales(scales_ptr, ENTRY)
     for number in tl.static_range(0, (K + CHUNK - 1) // CHUNK):
         column = number * CHUNK + tl.arange(0, CHUNK)
-        x = scaled_input(x_ptr, start_ptr, residual_scale, input_scale, column, column < K, SCALE)
-        if SCALE:
+        x = entered(
+            x_ptr, start_ptr, scales_ptr, residual_scale, input_scale, column, column, column < K, ENTRY, CHANNELS
+        )
+        if ENTRY != "none":
             # by the first program alone
             tl.store(scaled_ptr + column, x, mask=column + tl.program_id(0) * K < K)
         wide = x.to(tl.float32)
@@ -296,6 +304,11 @@ def batch_tile(batch: int, outputs: int, inputs: int) -> Tile:
     return min(choices, key=load)
 
 
+def entry(start: Tensor | None, channels: int) -> str:
+    """What becomes of x before its norm."""
+    return "none" if start is None else "gates" if channels else "scales"
+
+
 def times_vector(
     x: Tensor,
     weight: Matrix,
@@ -305,11 +318,13 @@ def times_vector(
     start: Tensor | None = None,
     scales: Tensor | None = None,
     scaled: Tensor | None = None,
+    channels: int = 0,
     base: Tensor | None = None,
     cap: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """epilogue(W norm(a x + b x_0)). x (1, K) -> (1, N)"""
+    """epilogue(W norm(a x + b x_0)). x (1, K) -> (1, N). With `channels`, `scales` are logits of a gate for so many of
+    them each, and `start` is what the gates let in."""
     out, inputs, outputs = prepared(x, weight, dtype)
     tile = vector_tile(outputs, inputs, weight.values.element_size())
 
@@ -320,7 +335,8 @@ def times_vector(
     vector_kernel[(-(-outputs // tile.rows),)](
         x, given(start), given(scales), weight.values, given(weight.scale), given(base), given(scaled), out, outputs,
         cap, NORM_EPS, K=inputs, ROWS=tile.rows, CHUNK=tile.columns, EIGHT_BITS=weight.scale is not None,
-        SCALE=start is not None, NORM=norm, EPILOGUE=epilogue, num_warps=tile.warps, **early(x.device),
+        ENTRY=entry(start, channels), CHANNELS=channels, NORM=norm, EPILOGUE=epilogue, num_warps=tile.warps,
+        **early(x.device),
     )  # fmt: skip
     return out
 

@@ -18,7 +18,9 @@ MEMORY_FACTS = ("memory_change", "memory_gate")
 
 def memory_facts(config: ModelConfig) -> list[str]:
     """What there is to tell of each token: a network may have no memory, or take it in without gates."""
-    return [name for name in MEMORY_FACTS if config.gated or (config.memory != "none" and name == "memory_change")]
+    return [
+        name for name in MEMORY_FACTS if config.tells_gates or (config.memory != "none" and name == "memory_change")
+    ]
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Group:
         self.rows: list[ServedRow | None] = [None] * size
         # rows that have read nothing here yet: their first token comes from the state they brought
         self.fresh: list[int] = []
-        stepper.begin(lm.decoder.initial_state(size), watched=lm.decoder.config.gated)
+        stepper.begin(lm.decoder.initial_state(size), watched=lm.decoder.config.tells_gates)
         self.logits = stepper.logits()
 
     @property

@@ -11,7 +11,7 @@ from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState, RingCache
 from maglev.ops import fused_decode, fused_product, fused_ring
 from tests.helpers import assert_same_state, random_tokens, small
-from tests.inference.test_fast_step import RECIPES, follow, ragged_state, tiny
+from tests.inference.test_fast_step import RECIPES, RESIDUAL, follow, ragged_state, tiny
 from tests.inference.test_gates import watched
 from tests.kernel_cases import DEVICE, INTERPRETED, round_like_the_gpu
 
@@ -29,14 +29,17 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "shape"), list(zip(RECIPES, ({"depth": 1}, {"kv_heads": 1}, {}), strict=True)), ids=RECIPES
+    ("recipe", "shape"),
+    list(zip(RECIPES, ({"depth": 1}, {"kv_heads": 1}, {}, {"kv_heads": 1}), strict=True)),
+    ids=RECIPES,
 )
 def test_equals_the_decoder_beyond_the_window(recipe: str, shape: dict[str, int]) -> None:
     follow(tiny(recipe, DEVICE, **shape), "triton", batch=1, steps=24 if INTERPRETED else 40, bound=1e-4)
 
 
-def test_equals_the_decoder_on_ragged_rows() -> None:
-    decoder = tiny("maglev-shared-0.1", DEVICE, kv_heads=1)
+@pytest.mark.parametrize("recipe", RECIPES[2:])
+def test_equals_the_decoder_on_ragged_rows(recipe: str) -> None:
+    decoder = tiny(recipe, DEVICE, kv_heads=1)
     follow(decoder, "triton", batch=3, steps=4, bound=1e-4, state=ragged_state(decoder))
 
 
@@ -51,9 +54,10 @@ def test_equals_the_decoder_where_the_products_are_not_fused(monkeypatch: pytest
     follow(tiny("maglev-shared-0.1", DEVICE), "triton", batch=2, steps=8, bound=1e-4)
 
 
-def test_reading_equals_the_decoder_s_own() -> None:
+@pytest.mark.parametrize("recipe", RECIPES[2:])
+def test_reading_equals_the_decoder_s_own(recipe: str) -> None:
     """Two sequences that have read 3 and 14 tokens before, by chunks and every fourth position at a time."""
-    decoder = tiny("maglev-shared-0.1", DEVICE, kv_heads=1)
+    decoder = tiny(recipe, DEVICE, kv_heads=1)
     state = decoder_rows(ragged_state(decoder), slice(1, 3))
     expected, tokens = state.clone(), random_tokens(2, 21, seed=5).to(DEVICE)
     read_(FastDecoder(decoder, "triton"), tokens, state, chunk=11, passes=3)
@@ -66,8 +70,9 @@ def decoder_rows(state: DecoderState, rows: slice) -> DecoderState:
     return DecoderState(caches, state.memory[rows].clone(), state.position[rows].clone())
 
 
-def test_gates_equal_the_decoder_s_own() -> None:
-    decoder, tokens = tiny("maglev-shared-0.1", DEVICE, kv_heads=1), random_tokens(1, 2).to(DEVICE)
+@pytest.mark.parametrize("recipe", RECIPES[2:])
+def test_gates_equal_the_decoder_s_own(recipe: str) -> None:
+    decoder, tokens = tiny(recipe, DEVICE, kv_heads=1), random_tokens(1, 2).to(DEVICE)
     found, expected = watched(FastDecoder(decoder, "triton"), tokens), watched(decoder, tokens)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -120,7 +125,7 @@ class GraphCases:
     def test_recorded_passes_equal_the_decoder_s_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two prompts, several chunks each, so that recordings meet other tokens and another past."""
         monkeypatch.setattr(fast_read, "SMALLEST_RECORDED", 4)
-        for recipe in ("maglev-shared-0.1", "swa-ssss"):
+        for recipe in ("maglev-shared-0.1", "swa-ssss", RESIDUAL):
             decoder = tiny(recipe, DEVICE)
             fast = FastDecoder(decoder)
             for seed, rows in ((1, 1), (2, 1), (3, 2), (4, 9)):
@@ -155,9 +160,10 @@ class GraphCases:
             assert torch.equal(token, chosen)
             chosen = stepper.step().argmax(-1)
 
-    def test_bfloat16_at_full_size_is_as_close_to_float32_as_the_decoder(self) -> None:
-        exact = wide("maglev-shared-0.1")
-        plain = wide("maglev-shared-0.1").bfloat16()
+    @pytest.mark.parametrize("injection", ["shared_kv", RESIDUAL])
+    def test_bfloat16_at_full_size_is_as_close_to_float32_as_the_decoder(self, injection: str) -> None:
+        exact = wide("maglev-shared-0.1", injection)
+        plain = wide("maglev-shared-0.1", injection).bfloat16()
         fast = FastDecoder(plain)
         states = exact.initial_state(2), plain.initial_state(2), fast.initial_state(2)
         errors = [0.0, 0.0]
@@ -174,9 +180,10 @@ if not INTERPRETED:
     TestGraphs = GraphCases
 
 
-def wide(recipe: str) -> Decoder:
+def wide(recipe: str, injection: str) -> Decoder:
     """Heads of 128 and a width that is no power of two; weights small enough that errors do not grow."""
     shape = {"depth": 3, "width": 1280, "heads": 10, "context": 2048, "window": 512}
-    decoder = small(recipe, scale=0.3, dtype=torch.float32, **shape).decoder.to(DEVICE).requires_grad_(False)
+    objective = small(recipe, scale=0.3, dtype=torch.float32, injection=injection, **shape)
+    decoder = objective.decoder.to(DEVICE).requires_grad_(False)
     # what bfloat16 holds, so that both precisions have the same weights
     return decoder.bfloat16().float()

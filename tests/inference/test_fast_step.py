@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from maglev.bench.launches import launches
 from maglev.errors import RequestError
 from maglev.inference.fast_step import BUCKETS, WARM_UPS, FastDecoder, GraphStepper, bucket_for, fill_rows, first_rows
 from maglev.model.decoder import Decoder
@@ -18,11 +19,15 @@ from tests.kernel_cases import run_cases
 
 CASES = "inference/fast_step_cases.py"
 CPU = torch.device("cpu")
-RECIPES = ["swa-ssss", "transformer-slsl", "maglev-shared-0.1"]
+# the last one is Maglev whose memory enters the residual stream
+RESIDUAL = "residual"
+RECIPES = ["swa-ssss", "transformer-slsl", "maglev-shared-0.1", RESIDUAL]
 
 
-def tiny(recipe: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32, **settings: int) -> Decoder:
+def tiny(recipe: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32, **settings: Any) -> Decoder:
     shape = {"depth": 2, "width": 32, "heads": 2, "context": 12, "window": 5} | settings
+    if recipe == RESIDUAL:
+        recipe, shape["injection"] = "maglev-shared-0.1", RESIDUAL
     return small(recipe, scale=0.5, dtype=dtype, **shape).decoder.to(device).requires_grad_(False)
 
 
@@ -185,3 +190,14 @@ def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gates is not None and gates.shape == (2,) and set(stepper.captured) == {(1, False), (2, False), (2, True)}
     stepper.step(torch.tensor([6, 7]))
     assert stepper.gates() is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_benchmark_times_are_the_launches_of_a_step(recipe: str) -> None:
+    fast = FastDecoder(tiny(recipe), "torch")
+    state, tokens = fast.initial_state(2), torch.tensor([5, 7])
+    per_layer, per_step = launches(fast, state, tokens)
+    for work in (per_layer | per_step).values():
+        work()
+    assert len(per_layer) == (6 if recipe == RESIDUAL else 5)
+    assert ("gate_norm_project" in per_layer) != ("scale_norm_project" in per_layer)

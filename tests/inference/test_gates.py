@@ -11,11 +11,13 @@ from maglev.inference.fast_step import FastDecoder
 from maglev.inference.stepper import EagerStepper
 from maglev.model.attention import Attention
 from maglev.model.decoder import Decoder
-from maglev.model.memory import shift_right
+from maglev.model.memory import ResidualGate, shift_right
 from maglev.objectives import build
+from maglev.ops.inject import NORM_EPS
+from maglev.serve.rows import memory_facts
 from tests.helpers import VOCAB, random_tokens, small, step_through
 
-GATED = ["shared_kv", "layer_kv"]
+GATED = ["shared_kv", "layer_kv", "residual", "layer_residual"]
 
 
 def small_decoder(injection: str, **settings: Any) -> Decoder:
@@ -26,10 +28,16 @@ def gates_by_pass(decoder: Decoder, tokens: Tensor) -> Tensor:
     """2 sigmoid of the memory gate's logits in a pass over the decoder's own memories, over layers and heads. (B, T)"""
     found = []
 
-    def record(attention: Attention, given: tuple[Any, ...]) -> None:
-        found.append(2 * torch.sigmoid(attention.project(given[0], True)[-1]))
+    def record(owner: Attention | ResidualGate, given: tuple[Any, ...]) -> None:
+        logits = (
+            owner.project(given[0], True)[-1] if isinstance(owner, Attention) else owner.memory_gate(norm(given[0]))
+        )
+        found.append(2 * torch.sigmoid(logits))
 
-    hooks = [block.attention.register_forward_pre_hook(record) for block in decoder.blocks]
+    def norm(x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
+
+    hooks = [(block.stream or block.attention).register_forward_pre_hook(record) for block in decoder.blocks]
     with torch.no_grad():
         decoder(tokens, shift_right(step_through(decoder, tokens)))
     for hook in hooks:
@@ -57,7 +65,7 @@ def test_a_step_tells_the_mean_of_its_gates(injection: str, kv_heads: int) -> No
     expected = gates_by_pass(decoder, tokens)
     assert expected.std() > 0.01
     torch.testing.assert_close(watched(decoder, tokens), expected, rtol=0, atol=1e-10)
-    if decoder.config.has_kernels:
+    if decoder.config.has_steps:
         torch.testing.assert_close(watched(FastDecoder(decoder, "torch"), tokens), expected, rtol=0, atol=1e-10)
 
 
@@ -71,7 +79,7 @@ def test_gates_are_neutral_at_the_start() -> None:
 def test_where_there_are_no_such_gates_nothing_is_told(recipe: str) -> None:
     decoder = small(recipe).decoder if recipe == "swa-ssss" else small_decoder(recipe)
     assert watched(decoder, random_tokens(2, 3)) is None
-    if decoder.config.has_kernels:
+    if decoder.config.has_steps:
         assert watched(FastDecoder(decoder, "torch"), random_tokens(2, 3)) is None
 
 
@@ -86,3 +94,10 @@ def test_watching_changes_no_bit_and_leaves_nothing_behind() -> None:
     assert not any(module._forward_hooks for module in decoder.modules())
     steppers[1].end()
     assert steppers[1].gates() is None
+
+
+@pytest.mark.parametrize("injection", get_args(InjectionKind))
+def test_a_configuration_says_whether_there_are_gates_to_tell(injection: str) -> None:
+    decoder = small_decoder(injection)
+    assert decoder.config.tells_gates == (watched(decoder, random_tokens(1, 2)) is not None)
+    assert memory_facts(decoder.config) == ["memory_change", "memory_gate"][: 1 + decoder.config.tells_gates]

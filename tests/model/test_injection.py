@@ -145,7 +145,7 @@ def test_documents_are_kept_apart_where_asked(injection: str) -> None:
     torch.testing.assert_close(whole[:, 11:], alone, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("injection", ["residual", "cross_attention"])
+@pytest.mark.parametrize("injection", ["residual", "layer_residual", "cross_attention"])
 def test_what_enters_the_stream_starts_as_swa(injection: str) -> None:
     """Whatever the memory: what writes to the residual stream starts at zero."""
     shape = {"depth": 2, "vocab_size": 61, "context": 24, "window": 8}
@@ -200,8 +200,9 @@ def test_slots_may_be_passed_over() -> None:
 
 
 @pytest.mark.parametrize("injection", ALL)
-def test_kernels_serve_the_papers_injection_alone(injection: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU as it is, or pretended: others take plain PyTorch in training and decoding."""
+def test_kernels_serve_what_they_can_compute(injection: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU as it is, or pretended: others take plain PyTorch in training or decoding."""
+    stepped = injection in ("shared_kv", "residual")
     objective = small("maglev-shared-0.1", injection=injection, dtype=torch.float32)
     tokens = random_tokens(1, 12)
     plain = objective.decoder(tokens, torch.zeros(1, 12, 32))
@@ -209,15 +210,15 @@ def test_kernels_serve_the_papers_injection_alone(injection: str, monkeypatch: p
     monkeypatch.setattr(attention, "takes_kernels", lambda x: True)
     monkeypatch.setattr(attention, "kernels", lambda: asked.append(1))
     assert torch.equal(objective.decoder(tokens, torch.zeros(1, 12, 32)), plain)
-    assert bool(asked) == (injection == "shared_kv")
-    if injection == "shared_kv":
+    assert bool(asked) == (injection not in ("layer_kv", "tokens"))
+    if stepped:
         assert isinstance(FastDecoder(objective.decoder, "torch"), FastDecoder)
     else:
         with pytest.raises(RequestError, match=f"model.injection = '{injection}'"):
             FastDecoder(objective.decoder, "torch")
     monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
     monkeypatch.setattr(fast_step, "FastDecoder", lambda decoder, weights: "kernels")
-    assert (fastest(objective.decoder) == "kernels") == (injection == "shared_kv")
+    assert (fastest(objective.decoder) == "kernels") == stepped
 
 
 @pytest.mark.parametrize("injection", OTHERS)

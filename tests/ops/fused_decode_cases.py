@@ -50,8 +50,16 @@ def product_operations(batch: int, inputs: int, outputs: int, weights: WeightFor
     def scale_norm_project(ops: object, dtype: torch.dtype) -> list[Tensor]:
         return list(ops.scale_norm_project(*to(dtype, x, start), scales, held(dtype)))  # type: ignore[attr-defined]
 
+    def gate_norm_project(ops: object, dtype: torch.dtype) -> list[Tensor]:
+        # the first number of heads that divides the width, and logits of some more, as padding gives them
+        heads = next(heads for heads in (4, 3, 1) if inputs % heads == 0)
+        logits = numbers(batch, heads + 3, seed=4)
+        stream, memory, logits = to(dtype, x, start, logits)
+        return list(ops.gate_norm_project(stream, memory, logits, heads, held(dtype)))  # type: ignore[attr-defined]
+
     return {
         "scale_norm_project": scale_norm_project,
+        "gate_norm_project": gate_norm_project,
         "project": lambda ops, dtype: [ops.project(*to(dtype, x), held(dtype))],  # type: ignore[attr-defined]
         "project_add": lambda ops, dtype: [ops.project_add(*to(dtype, base, x), held(dtype))],  # type: ignore[attr-defined]
         "norm_project_relu2": lambda ops, dtype: [ops.norm_project_relu2(*to(dtype, x), held(dtype))],  # type: ignore[attr-defined]

@@ -70,27 +70,32 @@ def around_the_wait(ptx: str) -> tuple[str, str]:
 
 
 PRODUCTS = {
-    "stacked": (3 * WIDTH + 24, WIDTH, True, True, "none"),
-    "output": (WIDTH, WIDTH, False, False, "add"),
-    "up": (4 * WIDTH, WIDTH, False, True, "relu2"),
-    "down": (WIDTH, 4 * WIDTH, False, False, "add"),
-    "readout": (VOCAB, WIDTH, False, False, "softcap"),
+    "stacked": (3 * WIDTH + 24, WIDTH, "scales", True, "none"),
+    "stacked, gated": (3 * WIDTH, WIDTH, "gates", True, "none"),
+    "output": (WIDTH, WIDTH, "none", False, "add"),
+    "up": (4 * WIDTH, WIDTH, "none", True, "relu2"),
+    "down": (WIDTH, 4 * WIDTH, "none", False, "add"),
+    "readout": (VOCAB, WIDTH, "none", False, "softcap"),
 }
 
 
-CASES = [*((name, 1, "plain") for name in PRODUCTS), *((name, 64, "plain") for name in PRODUCTS)]
+CASES = [*((name, 1, "plain") for name in PRODUCTS)]
+CASES += [(name, 64, "plain") for name, (_, _, entry, _, _) in PRODUCTS.items() if entry != "gates"]
 CASES += [("stacked", 8, "plain"), ("down", 8, "plain"), ("up", 1, "int8"), ("up", 64, "int8"), ("up", 64, "fp8")]
 
 
 @pytest.mark.parametrize(("name", "batch", "weights"), CASES)
 def test_products_compile_to_wide_loads(name: str, batch: int, weights: str) -> None:
-    outputs, inputs, scale, norm, epilogue = PRODUCTS[name]
+    outputs, inputs, entry, norm, epilogue = PRODUCTS[name]
     tensors = ("x_ptr", "start_ptr", "weight_ptr", "base_ptr", "scaled_ptr", "out_ptr")
     types = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(("scales_ptr", "row_scale_ptr", "partial_ptr"), "*fp32")
     types |= {"arrivals_ptr": "*i32", "rows": "i32", "batch": "i32", "cap": "fp32", "eps": "fp32"}
+    if entry == "gates":
+        types["scales_ptr"] = "*bf16"
     if weights != "plain":
         types["weight_ptr"] = {"int8": "*i8", "fp8": "*fp8e4nv"}[weights]
-    constants: dict[str, Any] = {"K": inputs, "SCALE": scale, "NORM": norm, "EPILOGUE": epilogue, "EARLY": True}
+    constants: dict[str, Any] = {"K": inputs, "ENTRY": entry, "NORM": norm, "EPILOGUE": epilogue, "EARLY": True}
+    constants["CHANNELS"] = HEAD_DIM if entry == "gates" else 0
     constants["EIGHT_BITS"] = weights != "plain"
     if batch == 1:
         kernel, tile = fused_product.vector_kernel, fused_product.vector_tile(outputs, inputs, 2)
@@ -113,7 +118,7 @@ def test_products_compile_to_wide_loads(name: str, batch: int, weights: str) -> 
     if weights != "plain":
         return
     assert wide_loads(before) == tile.rows * inputs // (32 * tile.warps * 8)
-    assert wide_loads(after) == (2 if scale else 1) * inputs // tile.columns
+    assert wide_loads(after) == (1 if entry == "none" else 2) * inputs // tile.columns
     # all loads of a thread are independent; only where several warps share a row do they meet, once
     assert ptx.count("bar.sync") <= (0 if tile.warps == 1 else 4)
 
@@ -160,7 +165,7 @@ OTHERS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         fused_decode.norm_kernel,
         dict.fromkeys(("x_ptr", "start_ptr", "scaled_ptr", "out_ptr"), "*bf16")
         | {"scales_ptr": "*fp32", "position_ptr": "*i64", "position_out_ptr": "*i64", "eps": "fp32"},
-        {"WIDTH": WIDTH, "BLOCK": 2048, "SCALE": True, "COUNT": True},
+        {"WIDTH": WIDTH, "BLOCK": 2048, "ENTRY": "scales", "CHANNELS": 0, "LOGITS": 0, "COUNT": True},
     ),
     "finish": (
         fused_decode.finish_kernel,

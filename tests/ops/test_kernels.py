@@ -105,6 +105,29 @@ def test_one_that_fails_is_passed_over_and_told(kernel: str, monkeypatch: pytest
     assert "\n" not in str(failed.value)
 
 
+def test_ours_is_checked_as_training_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled for one number of heads and one step: a check with others would be compiled for itself alone."""
+    pytest.importorskip("triton")
+    checked = []
+
+    def error_of(kernel: str, *case: Any) -> float:
+        checked.append((kernel, *case[1:]))
+        return 0.001
+
+    monkeypatch.setattr(attention, "error_of", error_of)
+    monkeypatch.setitem(attention.ORDER, "windowed", (FUSED, BLOCKWISE))
+    for _ in range(2):
+        choose(TRAINING._replace(heads=(6, 3)))
+        choose(TRAINING._replace(heads=(6, 3), step=2, is_whole=False))
+        choose(TRAINING._replace(is_full=True, heads=(6, 3)))
+    assert checked == [(FUSED, 128, (6, 3), 1), (FUSED, 128, (6, 3), 2), (SDPA, 128, attention.USUAL_HEADS, 1)]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 64, 1024])
+def test_a_check_has_queries_whatever_the_step(step: int) -> None:
+    assert attention.error_of(BLOCKWISE, CPU, 16, (4, 2), step) < attention.LARGEST_ERROR
+
+
 @pytest.mark.parametrize("error", [0.3, float("nan")])
 def test_one_that_is_wrong_is_passed_over_and_told(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "error_of", lambda *case: error)

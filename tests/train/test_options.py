@@ -51,7 +51,7 @@ def assert_steps_as_it_passes(run: Path) -> None:
     torch.testing.assert_close(read.memory, step.memory, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("injection", ["layer_kv", "residual", "cross_attention", "tokens"])
+@pytest.mark.parametrize("injection", ["layer_kv", "residual", "layer_residual", "cross_attention", "tokens"])
 def test_injections(injection: str, data: Path, tmp_path: Path) -> None:
     settings = {"model.injection": injection, "model.heads": 2, "model.kv_heads": 1}
     validation = trained_run("maglev-shared-0.1", data, tmp_path / "run", settings)
@@ -81,7 +81,9 @@ def test_prefillers(settings: dict[str, Any], data: Path, tmp_path: Path) -> Non
     assert_same_tensors(whole, parts)
 
 
-@pytest.mark.parametrize("injection", ["shared_kv", "layer_kv", "residual", "cross_attention", "tokens"])
+@pytest.mark.parametrize(
+    "injection", ["shared_kv", "layer_kv", "residual", "layer_residual", "cross_attention", "tokens"]
+)
 def test_an_swa_as_the_start(injection: str, data: Path, tmp_path: Path) -> None:
     """Its weights are taken, gates begin neutral, and the loss goes on from where the SWA ended."""
     swa, run = tmp_path / "swa", tmp_path / "run"
@@ -100,7 +102,7 @@ def test_an_swa_as_the_start(injection: str, data: Path, tmp_path: Path) -> None
     tokens, targets = batch_of(2, 32, vocab=300)
     lifted = objective(tokens, targets)
     memory = theirs(tokens)
-    if injection in ("residual", "cross_attention"):
+    if injection in ("residual", "layer_residual", "cross_attention"):
         torch.testing.assert_close(objective.lifted(tokens)[0], memory, rtol=0, atol=1e-5)
     else:
         assert abs(lifted.next_token - next_token_loss(theirs, memory, targets)) < 0.5
