@@ -34,10 +34,13 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=RECIPES,
 )
 def test_equals_the_decoder_beyond_the_window(recipe: str, shape: dict[str, int]) -> None:
-    follow(tiny(recipe, DEVICE, **shape), "triton", batch=1, steps=24 if INTERPRETED else 40, bound=1e-4)
+    # every step takes the interpreter a second; what differs in the last one is not the ring
+    interpreted = 9 if recipe == RESIDUAL else 24
+    follow(tiny(recipe, DEVICE, **shape), "triton", batch=1, steps=interpreted if INTERPRETED else 40, bound=1e-4)
 
 
-@pytest.mark.parametrize("recipe", RECIPES[2:])
+# rows of several sequences are what reading has too, below
+@pytest.mark.parametrize("recipe", RECIPES[2:3] if INTERPRETED else RECIPES[2:])
 def test_equals_the_decoder_on_ragged_rows(recipe: str) -> None:
     decoder = tiny(recipe, DEVICE, kv_heads=1)
     follow(decoder, "triton", batch=3, steps=4, bound=1e-4, state=ragged_state(decoder))
