@@ -108,7 +108,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if "MAGLEV_BEGAN" in os.environ:
-        print(json.dumps(work(asked)))
+        # errors alone: nothing of PyTorch
+        from maglev.errors import RequestError, WorkError
+
+        try:
+            print(json.dumps(work(asked)))
+        except (RequestError, WorkError) as error:
+            print(f"start: {error}", file=sys.stderr)
+            return 2 if isinstance(error, RequestError) else 1
         return 0
     with TemporaryDirectory(prefix="maglev-start-", ignore_cleanup_errors=True) as caches:
         own = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}

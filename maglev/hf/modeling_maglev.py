@@ -67,10 +67,8 @@ class MaglevForCausalLM(PreTrainedModel, GenerationMixin):
         names = {parameter: name for name, parameter in self.objective.named_parameters()}
         for parameter in module.parameters(recurse=False):
             init.copy_(parameter, draw(names[parameter], parameter, self.config.run["train"]["seed"]))
-        if isinstance(module, Decoder):
+        if isinstance(module, Decoder | SeparatePrefiller):
             init.copy_(module.frequencies, turn_frequencies(module.config.head_dim, module.config.rope_base))
-        if isinstance(module, SeparatePrefiller):
-            init.copy_(module.frequencies, turn_frequencies(module.head_dim, self.decoder.config.rope_base))
 
     def forward(
         self,

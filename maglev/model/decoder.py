@@ -13,7 +13,6 @@ from maglev.model.memory import Features, Rotation, injection_of
 from maglev.model.state import DecoderState
 from maglev.ops.attention import plan_attention, windowed_attention
 from maglev.ops.inject import rms_norm
-from maglev.ops.kernels import USUAL_HEADS, Heads
 from maglev.ops.rotation import rotation, turn_frequencies
 
 
@@ -48,19 +47,24 @@ def run_blocks(
 
 
 def attend_in_parallel(
+    config: ModelConfig,
     windows: Sequence[int],
     tokens: Tensor,
     starts: Tensor | None,
     *,
     dtype: torch.dtype,
-    head_dim: int,
-    heads: Heads = USUAL_HEADS,
     kernel: str | None = None,
     entries: int = 1,
 ) -> list[Attend]:
-    """For all positions of tokens (B, T)."""
+    """For all positions of tokens (B, T), with the heads of `config`."""
     plan = partial(
-        plan_attention, starts=starts, dtype=dtype, head_dim=head_dim, heads=heads, kernel=kernel, entries=entries
+        plan_attention,
+        starts=starts,
+        dtype=dtype,
+        head_dim=config.head_dim,
+        heads=(config.heads, config.kv_heads),
+        kernel=kernel,
+        entries=entries,
     )
     plans = {window: plan(window, tokens.shape[1], tokens.device) for window in set(windows)}
     return [partial(windowed_attention, plan=plans[window]) for window in windows]
@@ -108,15 +112,15 @@ class Decoder(nn.Module):
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         config = self.config
+        entries = 1 if previous_memory is None else config.entries
         attends = attend_in_parallel(
+            config,
             config.windows,
             tokens,
             starts,
             dtype=self.compute_dtype,
-            head_dim=config.head_dim,
-            heads=(config.heads, config.kv_heads),
             kernel=self.attention_kernel,
-            entries=1 if previous_memory is None else config.entries,
+            entries=entries,
         )
         return self.run(tokens, positions, previous_memory, attends, embedded)
 

@@ -43,17 +43,6 @@ class MemoryProjections(Injection):
         return [(rotate(rms_norm(memory_key), *rotation), memory_value)]
 
 
-class LayerProjections(Injection):
-    """The same two matrices, but of every layer its own."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(MemoryProjections(config) for _ in range(config.depth))
-
-    def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
-        return [features for layer in self.layers for features in layer(previous_memory, rotation)]
-
-
 class ResidualProjection(Injection):
     """W m_{t-1}, (B, T, D), which every layer adds to its stream. Zero at the start, like all that writes there."""
 
@@ -65,15 +54,25 @@ class ResidualProjection(Injection):
         return [(self.residual_proj(previous_memory),)]
 
 
-class LayerResiduals(Injection):
-    """The same matrix, but of every layer its own."""
+class OfEveryLayer(Injection):
+    """What all layers share in another injection, of every layer its own."""
+
+    kind: type[MemoryProjections | ResidualProjection]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(ResidualProjection(config) for _ in range(config.depth))
+        self.layers = nn.ModuleList(self.kind(config) for _ in range(config.depth))
 
     def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
         return [features for layer in self.layers for features in layer(previous_memory, rotation)]
+
+
+class LayerProjections(OfEveryLayer):
+    kind = MemoryProjections
+
+
+class LayerResiduals(OfEveryLayer):
+    kind = ResidualProjection
 
 
 class MemorySlots(Injection):

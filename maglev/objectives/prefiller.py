@@ -23,7 +23,7 @@ class SharedPrefiller(nn.Module):
     def __init__(self, config: ModelConfig, pattern: str) -> None:
         super().__init__()
         self.windows = tile_windows(pattern, config.depth, config.window, config.context)
-        self.head_dim, self.heads = config.head_dim, (config.heads, config.kv_heads)
+        self.config = config
         self.scales = Scales(config.depth)
 
     def forward(
@@ -33,15 +33,8 @@ class SharedPrefiller(nn.Module):
         x = decoder.embedding(tokens) if embedded is None else embedded
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         angles = rotation(positions, decoder.frequencies, x.dtype)
-        attends = attend_in_parallel(
-            self.windows,
-            tokens,
-            starts,
-            dtype=x.dtype,
-            head_dim=self.head_dim,
-            heads=self.heads,
-            kernel=decoder.attention_kernel,
-        )
+        kernel = decoder.attention_kernel
+        attends = attend_in_parallel(self.config, self.windows, tokens, starts, dtype=x.dtype, kernel=kernel)
         return run_blocks(x, [*decoder.blocks], self.scales, angles, None, attends)
 
 
@@ -67,8 +60,7 @@ class SeparatePrefiller(nn.Module):
     def __init__(self, config: ModelConfig, objective: SeparateMaglevConfig) -> None:
         super().__init__()
         own, sharing = prefiller_config(config, objective), sharing_of(config, objective)
-        self.windows = own.windows
-        self.head_dim, self.heads = own.head_dim, (own.heads, own.kv_heads)
+        self.config, self.windows = own, own.windows
         self.blocks = nn.ModuleList()
         for layer in range(own.depth):
             parts = layer not in sharing.attention, layer not in sharing.mlp
@@ -93,15 +85,8 @@ class SeparatePrefiller(nn.Module):
             x = rms_norm(self.entry_proj(x))
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         angles = rotation(positions, self.frequencies, x.dtype)
-        attends = attend_in_parallel(
-            self.windows,
-            tokens,
-            starts,
-            dtype=x.dtype,
-            head_dim=self.head_dim,
-            heads=self.heads,
-            kernel=decoder.attention_kernel,
-        )
+        kernel = decoder.attention_kernel
+        attends = attend_in_parallel(self.config, self.windows, tokens, starts, dtype=x.dtype, kernel=kernel)
         blocks = [
             block.within(decoder.blocks[layer]) if isinstance(block, OwnParts) else block
             for layer, block in enumerate(self.blocks)

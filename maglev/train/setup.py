@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from maglev.checkpoint import Checkpoint
-from maglev.config import ClosedMaglevConfig, LRTConfig, ObjectiveConfig, RunConfig
+from maglev.config import ClosedMaglevConfig, LRTConfig, ModelConfig, ObjectiveConfig, RunConfig
 from maglev.errors import RequestError
 from maglev.model.accounting import decoder_flops, objective_flops
 from maglev.model.attention import Block
@@ -19,7 +19,7 @@ from maglev.objectives import Objective, build_objective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.objectives.pretrained import PretrainedPrefiller
 from maglev.ops import fp8
-from maglev.ops.kernels import KERNELS, Case, Heads
+from maglev.ops.kernels import KERNELS, Case
 from maglev.ops.recompute import LEAN, LEAN_COMPILED, again
 from maglev.runs import read_config
 from maglev.train.fitting import USABLE, largest_divisor
@@ -70,25 +70,24 @@ def attention_cases(config: RunConfig, objective: Objective, device: torch.devic
     model, dtype = config.model, objective.decoder.compute_dtype
     found: dict[str, Case] = {}
 
-    def add(stack: str, windows: Sequence[int], shape: tuple[int, Heads], step: int = 1, whole: bool = True) -> None:
-        head_dim, heads = shape
+    def add(stack: str, own: ModelConfig, windows: Sequence[int], step: int = 1, whole: bool = True) -> None:
+        heads = own.heads, own.kv_heads
         queries = -(-model.context // step)
         for window in sorted(set(windows)):
             is_full = window >= model.context
             documents = config.data.document_mask
             one = whole and not documents
-            case = Case(device.type, dtype, head_dim, queries, is_full, one, documents, step, heads)
+            case = Case(device.type, dtype, own.head_dim, queries, is_full, one, documents, step, heads)
             if case not in found.values():
                 found[stack + ("whole context" if is_full else f"window {window}")] = case
 
-    shape = model.head_dim, (model.heads, model.kv_heads)
-    add("", model.windows, shape, whole=model.entries == 1)
+    add("", model, model.windows, whole=model.entries == 1)
     if isinstance(objective, MaglevObjective) and not isinstance(objective.prefiller, PretrainedPrefiller):
         prefiller = objective.prefiller
-        add("prefiller, ", prefiller.windows, (prefiller.head_dim, prefiller.heads))
+        add("prefiller, ", prefiller.config, prefiller.windows)
     every = stride_of(config.objective)
     if every:
-        add(f"{-(-model.context // every)} positions of a row, ", model.windows, shape, every, whole=every == 1)
+        add(f"{-(-model.context // every)} positions of a row, ", model, model.windows, every, whole=every == 1)
     return found
 
 

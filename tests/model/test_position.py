@@ -12,9 +12,8 @@ FAR = [10**7, 10**12]
 
 def at_offset(decoder: Decoder, tokens: Tensor, previous: Tensor, offset: int) -> Tensor:
     """The parallel pass with its first token at position `offset`."""
-    attends = attend_in_parallel(
-        decoder.config.windows, tokens, None, dtype=torch.float32, head_dim=decoder.config.head_dim
-    )
+    config = decoder.config
+    attends = attend_in_parallel(config, config.windows, tokens, None, dtype=torch.float32)
     return decoder.run(tokens, torch.arange(tokens.shape[1]) + offset, previous, attends)
 
 

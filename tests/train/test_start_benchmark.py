@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.scripts import ROOT
 
 
@@ -22,3 +24,17 @@ def test_parts_add_up_to_the_start(tmp_path: Path) -> None:
     assert [*parts][-2:] == ["first step", "second step"] and min(parts.values()) >= 0
     assert abs(sum(parts.values()) - parts["second step"] - result["start_s"]) < 1e-6
     assert result["compiled"] == [] and "to the end of the first step" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["swa-sss"], "start: unknown recipe 'swa-sss'; did you mean"),
+        (["swa-ssss", "--set", "depth"], "start: --set 'depth'"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], line: str) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/start.py"), *words, "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(line) and done.stderr.count("\n") == 1
