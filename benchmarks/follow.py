@@ -5,12 +5,13 @@
 
 `fast` is what training takes on this device, `plain` the same model without compilation, with attention and loss as
 plain PyTorch. Each is run three times, a step as one pass, two and four (`plain-2`, `plain-4`): these only add up in
-another order. How far plain runs come from each other is the spread; kernels follow where none of the runs on them is
-farther from the nearest plain one. `fp8` is `fast` with products in 8 bits and `exact` is `plain` in float32, both for
-two recipes and no part of the verdict. Losses are means over 20 steps; the text is the documentation of Python's own
-modules, byte by byte, so it depends on Python's version. The last line of stdout is JSON; with `--one` that is the
-losses of one recipe and way, up to `--stop` where it is given; there, `compiled` is `plain` with compiled blocks on any
-device. FILE has every run that is done as soon as it is, and what is in it is not run again.
+another order; `exact` is `plain` in float32. How far these four plain runs come from each other is the spread; kernels
+follow where none of the runs on them is farther from the nearest plain one. Beside that it is told how far either kind
+comes from `exact`. `fp8` is `fast` with products in 8 bits, for two recipes and no part of the verdict. Losses are
+means over 20 steps; the text is the documentation of Python's own modules, byte by byte, so it depends on Python's
+version. The last line of stdout is JSON; with `--one` that is the losses of one recipe and way, up to `--stop` where it
+is given; there, `compiled` is `plain` with compiled blocks on any device. FILE has every run that is done as soon as it
+is, and what is in it is not run again.
 """
 
 import argparse
@@ -45,10 +46,12 @@ DEPTH, WIDTH, CONTEXT, WINDOW, ROWS = 4, 256, 512, 128, 32
 # passes of a step
 REPEATS = (1, 2, 4)
 KINDS = {kind: [kind if passes == 1 else f"{kind}-{passes}" for passes in REPEATS] for kind in ("fast", "plain")}
-WAYS = [way for ways in KINDS.values() for way in ways]
-# and beside them, for these
+# what kernels are held against
+PLAIN = [*KINDS["plain"], "exact"]
+WAYS = [*KINDS["fast"], *PLAIN]
 COMPILED = ("fast", "fp8")
-BESIDE, BESIDES = ("swa-ssss", "maglev-shared-0.1"), ("exact", "fp8")
+# and beside them, for these
+BESIDE, BESIDES = ("swa-ssss", "maglev-shared-0.1"), ("fp8",)
 SMOOTH = 20
 
 
@@ -145,11 +148,13 @@ def compare(curves: dict[str, list[float]]) -> dict[str, Any]:
 
     row: dict[str, Any] = {"last": {way: float(curve[-1]) for way, curve in smoothed.items()}}
     for kind, ways in KINDS.items():
-        row[f"{kind}_spread"] = max(gap(*pair) for pair in itertools.combinations(ways, 2))
-    row["farthest"] = float(np.max([min(gap(way, plain) for plain in KINDS["plain"]) for way in KINDS["fast"]]))
+        row[f"{kind}_from_exact"] = float(np.max([gap(way, "exact") for way in ways]))
+    row["fast_spread"] = max(gap(*pair) for pair in itertools.combinations(KINDS["fast"], 2))
+    row["plain_spread"] = max(gap(*pair) for pair in itertools.combinations(PLAIN, 2))
+    row["farthest"] = float(np.max([min(gap(way, plain) for plain in PLAIN) for way in KINDS["fast"]]))
     # a curve that is not finite does not follow
     row["follows"] = row["farthest"] <= row["plain_spread"]
-    return row | {f"{way}_from_plain": gap(way, "plain") for way in BESIDES if way in curves}
+    return row | {f"{way}_from_exact": gap(way, "exact") for way in BESIDES if way in curves}
 
 
 def verdict(recipe: str, row: dict[str, Any]) -> str:
@@ -194,7 +199,7 @@ def main() -> None:
     if asked.plot:
         plots.check_plot(asked.plot)
     orders = [(recipe, way) for recipe in asked.recipes for way in WAYS]
-    able = BESIDES if device.type == "cuda" and fp8.serves(device) else BESIDES[:1]
+    able = BESIDES if device.type == "cuda" and fp8.serves(device) else ()
     orders += [(recipe, way) for recipe in asked.recipes if recipe in BESIDE for way in able]
     # those that compile take longest
     orders.sort(key=lambda order: order[1].partition("-")[0] not in COMPILED)
@@ -217,7 +222,7 @@ def main() -> None:
     for recipe, row in results.items():
         row |= compare(row["losses"])
         ends = ", ".join(f"{way} {value:.4f}" for way, value in row["last"].items())
-        told = (key for key in row if key.endswith(("_spread", "_from_plain")))
+        told = (key for key in row if key.endswith(("_spread", "_from_exact")))
         print(f"{recipe:20} last: {ends}; " + ", ".join(f"{key.replace('_', ' ')} {row[key]:.4f}" for key in told))
     for recipe, row in results.items():
         print(verdict(recipe, row))
