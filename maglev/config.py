@@ -11,8 +11,8 @@ from maglev.values import parse_value, read_section, require
 
 FULL, SLIDING = "L", "S"
 Memory = Literal["none", "kv"]
-InjectionKind = Literal["shared_kv", "layer_kv", "residual", "layer_residual", "cross_attention", "tokens"]
-# what `cross_attention` makes of a memory, and what its queries look at
+InjectionKind = Literal["shared_kv", "layer_kv", "slots", "residual", "layer_residual", "cross_attention", "tokens"]
+# keys and values that `slots` and `cross_attention` make of a memory
 MEMORY_SLOTS = 4
 
 
@@ -105,7 +105,7 @@ class ModelConfig:
     @property
     def tells_gates(self) -> bool:
         """Whether every layer has gates through which memory enters, wherever that is."""
-        return self.memory != "none" and self.injection not in ("cross_attention", "tokens")
+        return self.memory != "none" and self.injection not in ("slots", "cross_attention", "tokens")
 
     @property
     def entries(self) -> int:

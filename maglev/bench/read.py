@@ -189,12 +189,14 @@ def largest_by_pass(changes: list[list[float]]) -> list[float]:
 
 
 def step_seconds(decoder: Decoder, plan: ReadPlan) -> dict[str, float]:
-    """Per token of a single sequence with a full ring and without readout, both ways to step."""
+    """Per token of a single sequence with a full ring and without readout, by every way to step that there is."""
     device = decoder.device
     state = full_state(decoder, 1)
     token = torch.zeros(1, dtype=torch.int64, device=device)
     rounds = min(plan.repeats, 3)
     plain = graphed(plain_work(decoder, state, token, readout=False), device)
     found = {"plain": seconds(plain, device, plan.steps, rounds)}
+    if not decoder.config.has_steps:
+        return found
     fast = graphed(fast_work(FastDecoder(decoder), state, token, readout=False), device)
     return found | {"fast": seconds(fast, device, plan.steps, rounds)}

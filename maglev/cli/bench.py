@@ -281,14 +281,14 @@ def render_read(result: Result) -> None:
             f"{row['seconds']:.4f}",
             f"{row['tokens_per_s']:,.0f}",
             f"{row['share_of_matrix_rate']:.1%}",
-            f"{row['stepping_by_reading']['fast']:.1f}x",
+            f"{min(row['stepping_by_reading'].values()):.1f}x",
             memory_shown(row["peak_bytes"]),
         )
     console().print(table)
     steps = result["rows"][-1]["steps_timed"]
     console().print(
         f"Read: {result['text']}. 'passes': per token, {result['passes_are']}. 'of rate': their FLOPs per second, "
-        "without a readout, by what a matrix product reaches. 'stepping': how many times longer fast steps would take, "
-        f"extrapolated from {steps}.",
+        "without a readout, by what a matrix product reaches. 'stepping': how many times longer steps would take, the "
+        f"fastest that there are, extrapolated from {steps}.",
         soft_wrap=True,
     )

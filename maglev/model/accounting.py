@@ -51,6 +51,7 @@ def memory_parameters(config: ModelConfig) -> int:
     matrices = {
         "shared_kv": pair,
         "layer_kv": config.depth * pair,
+        "slots": MEMORY_SLOTS * pair,
         "residual": config.width**2,
         "layer_residual": config.depth * config.width**2,
         "cross_attention": MEMORY_SLOTS * pair + config.depth * 2 * config.width**2,
@@ -93,7 +94,7 @@ def attended_keys(windows: tuple[int, ...], context: int) -> float:
 
 def memory_slots(config: ModelConfig) -> int:
     """Keys that a position sees beside those of its windows, summed over layers."""
-    return config.depth * MEMORY_SLOTS if config.injection == "cross_attention" else 0
+    return config.depth * MEMORY_SLOTS if config.injection in ("slots", "cross_attention") else 0
 
 
 def stack_flops(config: ModelConfig, windows: tuple[int, ...]) -> float:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from maglev.config import ModelConfig
 from maglev.model.layers import MLP, Linear, project_packed
 from maglev.model.memory import Features, Rotation, gates_of, stream_of
+from maglev.ops.attention import slot_attention
 from maglev.ops.entry import enter
 from maglev.ops.inject import inject, kernels, rms_norm, rotate, takes_kernels
 from maglev.ops.recompute import KEPT, Keeping, plainly
@@ -34,6 +35,8 @@ class Attention(nn.Module):
         self.output_proj = Linear(config.heads * config.head_dim, config.width)
         self.gates = gates_of(config)
         self.has_kernels = config.has_kernels
+        # memory beside the keys and values of the window, not in them
+        self.slotted = config.memory != "none" and config.injection == "slots"
 
     def linears(self, gated: bool) -> list[Linear]:
         """Query, key, value and, where there is memory, both gates."""
@@ -54,11 +57,12 @@ class Attention(nn.Module):
         self, x: Tensor, rotation: Rotation, memory: Features | None, attend: Attend, keeping: Keeping = KEPT
     ) -> Tensor:
         """x (B, T, D). Without memory neither gate is applied: that is another function."""
+        slots, memory = (memory, None) if self.slotted else (None, memory)
         fused = kernels() if self.has_kernels and takes_kernels(x) else None
         if fused is not None:
             packed = keeping.run(self.pack, x, memory is not None)
             run = plainly if isinstance(attend, Recording) else keeping.run
-            seen = run(self.attend_packed, fused.inject, packed, rotation, memory, attend)
+            seen = run(self.attend_packed, fused.inject, packed, rotation, memory, slots, attend)
         else:
             query, key, value, *logits = keeping.run(self.project, x, memory is not None)
             if memory is not None and self.gates is not None:
@@ -71,7 +75,7 @@ class Attention(nn.Module):
                 if memory is not None:
                     # a recurrent token before each token: two entries of a position, heads side by side
                     key, value = torch.cat((memory[0], key), dim=2), torch.cat((memory[1], value), dim=2)
-            seen = attend(query, key, value)
+            seen = look(query, key, value, slots, attend)
         return self.output_proj(seen.flatten(-2))
 
     def attend_packed(
@@ -80,9 +84,16 @@ class Attention(nn.Module):
         packed: Tensor,
         rotation: Rotation,
         memory: Features | None,
+        slots: Features | None,
         attend: Attend,
     ) -> Tensor:
-        return attend(*prepare(packed, *rotation, memory, self.heads, self.kv_heads))
+        return look(*prepare(packed, *rotation, memory, self.heads, self.kv_heads), slots, attend)
+
+
+def look(query: Tensor, key: Tensor, value: Tensor, slots: Features | None, attend: Attend) -> Tensor:
+    """At the windows, and with the same queries at the last memory, where it has slots."""
+    seen = attend(query, key, value)
+    return seen if slots is None else seen + slot_attention(query, *slots)
 
 
 class Block(nn.Module):

@@ -2,7 +2,7 @@
 gates, by projections that all layers share. Beside it the ways that the paper leaves open.
 
 An injection has a part of the decoder, which makes features of m_{t-1}, and a part in every layer, which takes them: in
-attention (`shared_kv`, `layer_kv`, `tokens`) or in the residual stream before it (`residual`, `layer_residual`,
+attention (`shared_kv`, `layer_kv`, `slots`, `tokens`) or in the residual stream before it (`residual`, `layer_residual`,
 `cross_attention`).
 """
 
@@ -76,7 +76,8 @@ class LayerResiduals(OfEveryLayer):
 
 
 class MemorySlots(Injection):
-    """A few keys and values of the last memory alone, (B, T, S, G, Dh): a state holds no more than without them."""
+    """A few keys and values of the last memory alone, (B, T, S, G, Dh): a state holds no more than without them. They
+    are as old at every position, so their keys are not rotated."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -85,9 +86,17 @@ class MemorySlots(Injection):
         self.memory_value_proj = Linear(config.width, MEMORY_SLOTS * config.kv_heads * config.head_dim)
 
     def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
-        """They are as old at every position, so nothing is rotated."""
         memory_key = self.memory_key_proj(previous_memory).unflatten(-1, self.shape)
         return [(rms_norm(memory_key), self.memory_value_proj(previous_memory).unflatten(-1, self.shape))]
+
+
+class TurnedSlots(MemorySlots):
+    """For queries that attention has rotated: turned as these are, keys stay as old at every position."""
+
+    def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
+        ((memory_key, memory_value),) = super().forward(previous_memory, rotation)
+        turned = rotate(memory_key.flatten(2, 3), *rotation).unflatten(2, memory_key.shape[2:4])
+        return [(turned, memory_value)]
 
 
 class MemoryGates(nn.Module):
@@ -136,6 +145,7 @@ def injection_of(config: ModelConfig) -> Injection | None:
     kinds: dict[str, type[Injection]] = {
         "shared_kv": MemoryProjections,
         "layer_kv": LayerProjections,
+        "slots": TurnedSlots,
         "residual": ResidualProjection,
         "layer_residual": LayerResiduals,
         "cross_attention": MemorySlots,
@@ -145,7 +155,7 @@ def injection_of(config: ModelConfig) -> Injection | None:
 
 
 def gates_of(config: ModelConfig) -> MemoryGates | None:
-    """A layer's part where memory is mixed into K/V. `tokens` needs none: there the queries choose."""
+    """A layer's part where memory is mixed into K/V. `slots` and `tokens` need none: there the queries choose."""
     return MemoryGates(config) if config.gated else None
 
 

@@ -41,6 +41,14 @@ def test_until_settled_is_what_a_user_gets_and_fixed_passes_are_counted() -> Non
         assert maglev["distance_to_stepping_by_pass"] == {}
 
 
+def test_a_decoder_without_fused_steps_is_set_beside_plain_ones() -> None:
+    decoder = small("maglev-shared-0.1", scale=0.3, dtype=torch.float32, injection="tokens").decoder
+    plan = read_plan(True, passes=2, steps=2, repeats=1)
+    result = measure_read("maglev", decoder, random_tokens(1, 50), plan, weights="random", text="random tokens")
+    swa, maglev = result["rows"]
+    assert set(swa["stepping_by_reading"]) == {"plain", "fast"} and set(maglev["stepping_by_reading"]) == {"plain"}
+
+
 def test_a_trained_decoder_is_set_beside_its_steps() -> None:
     plan = read_plan(True, steps=2, repeats=1)
     result = measure_read("maglev", contracting(), random_tokens(1, 50), plan, weights="trained", text="text")

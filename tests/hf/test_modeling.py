@@ -1,11 +1,12 @@
 """Forward and caches: whole, in parts, step by step, padded, reordered, it is the decoder on its own memories."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from maglev.config import InjectionKind
 from maglev.errors import RequestError
 from tests.helpers import random_tokens
 from tests.hf.models import CONTEXT, KINDS, small_model, stepped_logits
@@ -34,7 +35,7 @@ def test_whole_parts_and_steps_are_the_stepped_decoder(recipe: str) -> None:
     assert_near(torch.cat(found, dim=1), expected)
 
 
-@pytest.mark.parametrize("injection", ["layer_kv", "residual", "layer_residual", "cross_attention", "tokens"])
+@pytest.mark.parametrize("injection", [name for name in get_args(InjectionKind) if name != "shared_kv"])
 def test_caches_hold_what_other_injections_leave(injection: str) -> None:
     model, tokens = small_model(injection=injection), random_tokens(2, 40)
     expected = stepped_logits(model, tokens)

@@ -145,7 +145,7 @@ def test_documents_are_kept_apart_where_asked(injection: str) -> None:
     torch.testing.assert_close(whole[:, 11:], alone, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("injection", ["residual", "layer_residual", "cross_attention"])
+@pytest.mark.parametrize("injection", ["slots", "residual", "layer_residual", "cross_attention"])
 def test_what_enters_the_stream_starts_as_swa(injection: str) -> None:
     """Whatever the memory: what writes to the residual stream starts at zero."""
     shape = {"depth": 2, "vocab_size": 61, "context": 24, "window": 8}
@@ -171,7 +171,8 @@ def test_accounts_are_those_of_the_modules(injection: str, settings: dict[str, A
     )
     # 2 per weight that a token meets, 4 * width per key that a query sees
     pairs = sum(1 for w in model.windows for t in range(16) for j in range(16) if t - w < j <= t)
-    keys = {"tokens": 2 * pairs / 16, "cross_attention": pairs / 16 + 4 * model.depth}.get(injection, pairs / 16)
+    slots = 4 * model.depth if injection in ("slots", "cross_attention") else 0
+    keys = (2 if injection == "tokens" else 1) * pairs / 16 + slots
     weights = sum(count for name, count in named.items() if "embedding" not in name and "scale" not in name)
     assert decoder_flops(model) == pytest.approx(2 * weights + 4 * model.width * keys)
 

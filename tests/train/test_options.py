@@ -3,13 +3,14 @@
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import maglev
 from maglev.checkpoint import newest
+from maglev.config import InjectionKind
 from maglev.data.shards import open_data
 from maglev.evaluate.runs import load_objective
 from maglev.model.init import initialise
@@ -51,7 +52,7 @@ def assert_steps_as_it_passes(run: Path) -> None:
     torch.testing.assert_close(read.memory, step.memory, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("injection", ["layer_kv", "residual", "layer_residual", "cross_attention", "tokens"])
+@pytest.mark.parametrize("injection", [name for name in get_args(InjectionKind) if name != "shared_kv"])
 def test_injections(injection: str, data: Path, tmp_path: Path) -> None:
     settings = {"model.injection": injection, "model.heads": 2, "model.kv_heads": 1}
     validation = trained_run("maglev-shared-0.1", data, tmp_path / "run", settings)
@@ -81,9 +82,7 @@ def test_prefillers(settings: dict[str, Any], data: Path, tmp_path: Path) -> Non
     assert_same_tensors(whole, parts)
 
 
-@pytest.mark.parametrize(
-    "injection", ["shared_kv", "layer_kv", "residual", "layer_residual", "cross_attention", "tokens"]
-)
+@pytest.mark.parametrize("injection", get_args(InjectionKind))
 def test_an_swa_as_the_start(injection: str, data: Path, tmp_path: Path) -> None:
     """Its weights are taken, gates begin neutral, and the loss goes on from where the SWA ended."""
     swa, run = tmp_path / "swa", tmp_path / "run"
