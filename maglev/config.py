@@ -11,7 +11,11 @@ from maglev.values import parse_value, read_section, require
 
 FULL, SLIDING = "L", "S"
 Memory = Literal["none", "kv"]
-InjectionKind = Literal["shared_kv", "layer_kv", "slots", "residual", "layer_residual", "cross_attention", "tokens"]
+# where memory enters: with the keys and values of tokens, beside them, or in the residual stream
+WithTokens = Literal["shared_kv", "layer_kv", "tokens"]
+IntoStream = Literal["residual", "layer_residual", "cross_attention"]
+InjectionKind = Literal[WithTokens, Literal["slots"], IntoStream]
+INJECTIONS: tuple[InjectionKind, ...] = get_args(InjectionKind)
 # keys and values that `slots` and `cross_attention` make of a memory
 MEMORY_SLOTS = 4
 
@@ -26,6 +30,19 @@ def tile_windows(
     )
     letters = (pattern[layer % len(pattern)] for layer in range(depth))
     return tuple(window if letter == SLIDING else context for letter in letters)
+
+
+def check_injections(names: tuple[str, ...]) -> None:
+    """Known ones, and no two that go to one place."""
+    given = "+".join(names)
+    unknown = [name for name in names if name not in INJECTIONS]
+    require(
+        not unknown,
+        f"model.injection is {given!r}; it may be {', '.join(INJECTIONS)}, or several of them joined by '+'",
+    )
+    for place in (get_args(WithTokens), ("slots",), get_args(IntoStream)):
+        found = [name for name in names if name in place]
+        require(len(found) <= 1, f"model.injection is {given!r}; take one of {' and '.join(found)}, not both")
 
 
 # far beyond what any machine holds, and small enough that nothing overflows on the way to saying so
@@ -44,7 +61,8 @@ LARGEST_COUNT = 10**12
 @dataclass(frozen=True)
 class ModelConfig:
     """The deployed network. `memory` says whether a decoder takes its own last state, `injection` where it enters: in
-    the paper's way or in one of those that the paper leaves open (`model/memory.py`)."""
+    the paper's way or in one of those that the paper leaves open (`model/memory.py`), or in several, as in
+    "shared_kv+residual"."""
 
     depth: int
     width: int
@@ -57,7 +75,7 @@ class ModelConfig:
     memory: Memory
     rope_base: float = 10_000.0
     logit_softcap: float = 15.0
-    injection: InjectionKind = "shared_kv"
+    injection: str = "shared_kv"
 
     def __post_init__(self) -> None:
         for name, most in MODEL_LIMITS.items():
@@ -84,13 +102,19 @@ class ModelConfig:
             f"model.injection is {self.injection!r} and this decoder has no memory; leave it away, "
             f"or take a recipe with memory",
         )
+        check_injections(self.injections)
         tile_windows(self.window_pattern, self.depth, self.window, self.context)
+
+    @property
+    def injections(self) -> tuple[str, ...]:
+        """The ways in which memory enters, by name; those of a decoder without memory do nothing."""
+        return tuple(self.injection.split("+"))
 
     @property
     def has_kernels(self) -> bool:
         """Whether the fused kernels of training compute its attention: where memory is mixed in as in the paper, or
         enters elsewhere. Every other takes plain PyTorch."""
-        return self.memory == "none" or self.injection not in ("layer_kv", "tokens")
+        return self.memory == "none" or not {"layer_kv", "tokens"} & {*self.injections}
 
     @property
     def has_steps(self) -> bool:
@@ -100,17 +124,17 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether gates of every layer let memory into its keys and values."""
-        return self.memory != "none" and self.injection in ("shared_kv", "layer_kv")
+        return self.memory != "none" and bool({"shared_kv", "layer_kv"} & {*self.injections})
 
     @property
     def tells_gates(self) -> bool:
         """Whether every layer has gates through which memory enters, wherever that is."""
-        return self.memory != "none" and self.injection not in ("slots", "cross_attention", "tokens")
+        return self.gated or (self.memory != "none" and bool({"residual", "layer_residual"} & {*self.injections}))
 
     @property
     def entries(self) -> int:
         """Keys and values that a position leaves in a layer: its own, mixed with its memory's or followed by them."""
-        return 2 if self.injection == "tokens" else 1
+        return 2 if "tokens" in self.injections else 1
 
     @property
     def head_dim(self) -> int:

@@ -88,11 +88,12 @@ def recorded_shares(decoder: Decoder) -> Iterator[list[Tensor]]:
 
     def record(attention: Attention, given: tuple[Any, ...], _: object) -> None:
         x, _rotation, memory, *_ = given
+        memory_key, memory_value = memory.with_tokens
         _, key, value, *logits = attention.project(x, True)
         local, remembered = map(gate, logits)  # (B, T, G)
         # a rotation changes no length
         own = local * (rms_norm(key).norm(dim=-1) + value.norm(dim=-1))
-        other = remembered * (memory[0].norm(dim=-1) + memory[1].norm(dim=-1))
+        other = remembered * (memory_key.norm(dim=-1) + memory_value.norm(dim=-1))
         shares.append(other.sum() / (own + other).sum())
 
     remembering = [module for module in decoder.modules() if isinstance(module, Attention) and module.gates]

@@ -42,7 +42,8 @@ def plain_parameters(config: ModelConfig) -> int:
 def gate_parameters(config: ModelConfig) -> int:
     pair = 2 * config.kv_heads
     gates = {"shared_kv": pair, "layer_kv": pair, "residual": config.heads, "layer_residual": config.heads}
-    return config.depth * gates.get(config.injection, 0) * config.width if config.memory == "kv" else 0
+    found = sum(gates.get(name, 0) for name in config.injections)
+    return config.depth * found * config.width if config.memory == "kv" else 0
 
 
 def memory_parameters(config: ModelConfig) -> int:
@@ -57,7 +58,7 @@ def memory_parameters(config: ModelConfig) -> int:
         "cross_attention": MEMORY_SLOTS * pair + config.depth * 2 * config.width**2,
         "tokens": pair,
     }
-    return matrices[config.injection] if config.memory == "kv" else 0
+    return sum(matrices[name] for name in config.injections) if config.memory == "kv" else 0
 
 
 def prefiller_parameters(config: RunConfig) -> int:
@@ -94,7 +95,7 @@ def attended_keys(windows: tuple[int, ...], context: int) -> float:
 
 def memory_slots(config: ModelConfig) -> int:
     """Keys that a position sees beside those of its windows, summed over layers."""
-    return config.depth * MEMORY_SLOTS if config.injection in ("slots", "cross_attention") else 0
+    return config.depth * MEMORY_SLOTS * len({"slots", "cross_attention"} & {*config.injections})
 
 
 def stack_flops(config: ModelConfig, windows: tuple[int, ...]) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from maglev.config import ModelConfig
 from maglev.model.layers import MLP, Linear, project_packed
-from maglev.model.memory import Features, Rotation, gates_of, stream_of
+from maglev.model.memory import Features, Pair, Rotation, gates_of, stream_of
 from maglev.ops.attention import slot_attention
 from maglev.ops.entry import enter
 from maglev.ops.inject import inject, kernels, rms_norm, rotate, takes_kernels
@@ -35,8 +35,6 @@ class Attention(nn.Module):
         self.output_proj = Linear(config.heads * config.head_dim, config.width)
         self.gates = gates_of(config)
         self.has_kernels = config.has_kernels
-        # memory beside the keys and values of the window, not in them
-        self.slotted = config.memory != "none" and config.injection == "slots"
 
     def linears(self, gated: bool) -> list[Linear]:
         """Query, key, value and, where there is memory, both gates."""
@@ -57,24 +55,24 @@ class Attention(nn.Module):
         self, x: Tensor, rotation: Rotation, memory: Features | None, attend: Attend, keeping: Keeping = KEPT
     ) -> Tensor:
         """x (B, T, D). Without memory neither gate is applied: that is another function."""
-        slots, memory = (memory, None) if self.slotted else (None, memory)
+        mixed, slots = (None, None) if memory is None else (memory.with_tokens, memory.slots)
         fused = kernels() if self.has_kernels and takes_kernels(x) else None
         if fused is not None:
-            packed = keeping.run(self.pack, x, memory is not None)
+            packed = keeping.run(self.pack, x, mixed is not None)
             run = plainly if isinstance(attend, Recording) else keeping.run
-            seen = run(self.attend_packed, fused.inject, packed, rotation, memory, slots, attend)
+            seen = run(self.attend_packed, fused.inject, packed, rotation, mixed, slots, attend)
         else:
-            query, key, value, *logits = keeping.run(self.project, x, memory is not None)
-            if memory is not None and self.gates is not None:
-                memory_key, memory_value = memory
+            query, key, value, *logits = keeping.run(self.project, x, mixed is not None)
+            if mixed is not None and self.gates is not None:
+                memory_key, memory_value = mixed
                 query, key, value = inject(
                     query, key, value, *rotation, memory_key, memory_value, logits[0], logits[1], norm=keeping.norm
                 )
             else:
                 query, key = keeping.norm(rotate(query, *rotation)), keeping.norm(rotate(key, *rotation))
-                if memory is not None:
+                if mixed is not None:
                     # a recurrent token before each token: two entries of a position, heads side by side
-                    key, value = torch.cat((memory[0], key), dim=2), torch.cat((memory[1], value), dim=2)
+                    key, value = torch.cat((mixed[0], key), dim=2), torch.cat((mixed[1], value), dim=2)
             seen = look(query, key, value, slots, attend)
         return self.output_proj(seen.flatten(-2))
 
@@ -83,14 +81,14 @@ class Attention(nn.Module):
         prepare: Callable[..., tuple[Tensor, Tensor, Tensor]],
         packed: Tensor,
         rotation: Rotation,
-        memory: Features | None,
-        slots: Features | None,
+        mixed: Pair | None,
+        slots: Pair | None,
         attend: Attend,
     ) -> Tensor:
-        return look(*prepare(packed, *rotation, memory, self.heads, self.kv_heads), slots, attend)
+        return look(*prepare(packed, *rotation, mixed, self.heads, self.kv_heads), slots, attend)
 
 
-def look(query: Tensor, key: Tensor, value: Tensor, slots: Features | None, attend: Attend) -> Tensor:
+def look(query: Tensor, key: Tensor, value: Tensor, slots: Pair | None, attend: Attend) -> Tensor:
     """At the windows, and with the same queries at the last memory, where it has slots."""
     seen = attend(query, key, value)
     return seen if slots is None else seen + slot_attention(query, *slots)
@@ -124,7 +122,6 @@ class Block(nn.Module):
         attention, mlp = attention or self.attention, mlp or self.mlp
         x = enter(x, start, entry)
         if self.stream is not None and memory is not None:
-            # attention then is a plain one
-            x, memory = x + self.stream(x, memory), None
+            x = x + self.stream(x, memory.stream)
         x = x + attention(x, rotation, memory, attend, self.keeping)
         return x + mlp(x, self.keeping)

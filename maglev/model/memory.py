@@ -2,9 +2,11 @@
 gates, by projections that all layers share. Beside it the ways that the paper leaves open.
 
 An injection has a part of the decoder, which makes features of m_{t-1}, and a part in every layer, which takes them: in
-attention (`shared_kv`, `layer_kv`, `slots`, `tokens`) or in the residual stream before it (`residual`, `layer_residual`,
-`cross_attention`).
+attention (`shared_kv`, `layer_kv`, `tokens`; `slots`) or in the residual stream before it (`residual`,
+`layer_residual`, `cross_attention`). A decoder may have one of each.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +18,18 @@ from maglev.ops.attention import slot_attention
 from maglev.ops.inject import gate, rms_norm, rotate
 
 Rotation = tuple[Tensor, Tensor]
-# what one layer takes of the memories of all positions: keys and values (B, T, G, Dh), or what its kind says
-Features = tuple[Tensor, ...]
+Pair = tuple[Tensor, Tensor]
+
+
+class Features(NamedTuple):
+    """What one layer takes of the memories of all positions, by where it enters."""
+
+    # keys and values (B, T, G, Dh): mixed into those of tokens by gates, or before them where there are none
+    with_tokens: Pair | None = None
+    # keys and values (B, T, S, G, Dh) beside those of the window
+    slots: Pair | None = None
+    # what writes to the residual stream is given
+    stream: tuple[Tensor, ...] | None = None
 
 
 class Injection(nn.Module):
@@ -40,7 +52,7 @@ class MemoryProjections(Injection):
         """m_{t-1} takes slot t, so its key is rotated there, like the local key it is mixed with."""
         memory_key = self.memory_key_proj(previous_memory).unflatten(-1, (self.kv_heads, -1))
         memory_value = self.memory_value_proj(previous_memory).unflatten(-1, (self.kv_heads, -1))
-        return [(rotate(rms_norm(memory_key), *rotation), memory_value)]
+        return [Features(with_tokens=(rotate(rms_norm(memory_key), *rotation), memory_value))]
 
 
 class ResidualProjection(Injection):
@@ -51,7 +63,7 @@ class ResidualProjection(Injection):
         self.residual_proj = Linear(config.width, config.width)
 
     def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
-        return [(self.residual_proj(previous_memory),)]
+        return [Features(stream=(self.residual_proj(previous_memory),))]
 
 
 class OfEveryLayer(Injection):
@@ -75,7 +87,7 @@ class LayerResiduals(OfEveryLayer):
     kind = ResidualProjection
 
 
-class MemorySlots(Injection):
+class MemorySlots(nn.Module):
     """A few keys and values of the last memory alone, (B, T, S, G, Dh): a state holds no more than without them. They
     are as old at every position, so their keys are not rotated."""
 
@@ -85,18 +97,44 @@ class MemorySlots(Injection):
         self.memory_key_proj = Linear(config.width, MEMORY_SLOTS * config.kv_heads * config.head_dim)
         self.memory_value_proj = Linear(config.width, MEMORY_SLOTS * config.kv_heads * config.head_dim)
 
-    def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
+    def made(self, previous_memory: Tensor) -> Pair:
         memory_key = self.memory_key_proj(previous_memory).unflatten(-1, self.shape)
-        return [(rms_norm(memory_key), self.memory_value_proj(previous_memory).unflatten(-1, self.shape))]
+        return rms_norm(memory_key), self.memory_value_proj(previous_memory).unflatten(-1, self.shape)
 
 
-class TurnedSlots(MemorySlots):
+class StreamSlots(MemorySlots, Injection):
+    """For queries of a layer's own."""
+
+    def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
+        return [Features(stream=self.made(previous_memory))]
+
+
+class TurnedSlots(MemorySlots, Injection):
     """For queries that attention has rotated: turned as these are, keys stay as old at every position."""
 
     def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
-        ((memory_key, memory_value),) = super().forward(previous_memory, rotation)
+        memory_key, memory_value = self.made(previous_memory)
         turned = rotate(memory_key.flatten(2, 3), *rotation).unflatten(2, memory_key.shape[2:4])
-        return [(turned, memory_value)]
+        return [Features(slots=(turned, memory_value))]
+
+
+class Several(Injection):
+    """One for each place where memory enters."""
+
+    def __init__(self, parts: dict[str, Injection]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(parts)
+
+    def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
+        found = [part(previous_memory, rotation) for part in self.parts.values()]
+        layers = max(map(len, found))
+        by_layer = zip(*(each * (layers // len(each)) for each in found), strict=True)
+        return [together(features) for features in by_layer]
+
+
+def together(features: tuple[Features, ...]) -> Features:
+    """No two of them have something for one place."""
+    return Features(*(next((part for part in place if part is not None), None) for place in zip(*features)))
 
 
 class MemoryGates(nn.Module):
@@ -119,7 +157,7 @@ class ResidualGate(nn.Module):
         self.heads = config.heads
         self.memory_gate = Linear(config.width, config.heads)
 
-    def forward(self, x: Tensor, memory: Features) -> Tensor:
+    def forward(self, x: Tensor, memory: tuple[Tensor, ...]) -> Tensor:
         """The stream (B, T, D) -> what is added to it."""
         share = gate(self.memory_gate(rms_norm(x)))  # (B, T, H)
         return (share.unsqueeze(-1) * memory[0].unflatten(-1, (self.heads, -1))).flatten(-2)
@@ -134,10 +172,11 @@ class CrossAttention(nn.Module):
         self.query_proj = Linear(config.width, config.width)
         self.output_proj = Linear(config.width, config.width)
 
-    def forward(self, x: Tensor, memory: Features) -> Tensor:
+    def forward(self, x: Tensor, memory: tuple[Tensor, ...]) -> Tensor:
         """The stream (B, T, D) -> what is added to it."""
+        key, value = memory
         query = rms_norm(self.query_proj(rms_norm(x)).unflatten(-1, (-1, self.head_dim)))
-        return self.output_proj(slot_attention(query, *memory).flatten(-2))
+        return self.output_proj(slot_attention(query, key, value).flatten(-2))
 
 
 def injection_of(config: ModelConfig) -> Injection | None:
@@ -148,10 +187,13 @@ def injection_of(config: ModelConfig) -> Injection | None:
         "slots": TurnedSlots,
         "residual": ResidualProjection,
         "layer_residual": LayerResiduals,
-        "cross_attention": MemorySlots,
+        "cross_attention": StreamSlots,
         "tokens": MemoryProjections,
     }
-    return None if config.memory == "none" else kinds[config.injection](config)
+    if config.memory == "none":
+        return None
+    parts = {name: kinds[name](config) for name in config.injections}
+    return Several(parts) if len(parts) > 1 else parts[config.injection]
 
 
 def gates_of(config: ModelConfig) -> MemoryGates | None:
@@ -166,8 +208,8 @@ def stream_of(config: ModelConfig) -> ResidualGate | CrossAttention | None:
         "layer_residual": ResidualGate,
         "cross_attention": CrossAttention,
     }
-    kind = kinds.get(config.injection)
-    return None if kind is None else kind(config)
+    found = [kinds[name] for name in config.injections if name in kinds]
+    return found[0](config) if found and config.memory != "none" else None
 
 
 def shift_right(memory: Tensor, keep: Tensor | None = None) -> Tensor:

@@ -1,5 +1,6 @@
 """Every way to take memory in keeps the same promises: steps are passes, nothing sees ahead, a state stays bounded."""
 
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,7 +34,8 @@ from tests.helpers import (
     step_through,
 )
 
-ALL = list(get_args(InjectionKind))
+SEVERAL = ["shared_kv+slots", "shared_kv+layer_residual", "tokens+slots+cross_attention"]
+ALL = [*get_args(InjectionKind), *SEVERAL]
 OTHERS = [name for name in ALL if name != "shared_kv"]
 CONTEXT, WINDOW = 24, 8
 LENGTHS = (1, WINDOW - 3, WINDOW, WINDOW + 1, CONTEXT + 1, 60)
@@ -76,7 +78,7 @@ def test_a_step_keeps_a_state_of_constant_size(injection: str) -> None:
         assert state.nbytes == state_nbytes(decoder.config, 8)
     # recurrent tokens stand beside the others, all else is folded into what there is
     rings = 2 * sum(decoder.config.windows) * 2 * 8 * 8
-    assert state.nbytes == (2 if injection == "tokens" else 1) * rings + 32 * 8 + 8
+    assert state.nbytes == (2 if "tokens" in injection else 1) * rings + 32 * 8 + 8
 
 
 @pytest.mark.parametrize("stride", [1, 4])
@@ -171,8 +173,8 @@ def test_accounts_are_those_of_the_modules(injection: str, settings: dict[str, A
     )
     # 2 per weight that a token meets, 4 * width per key that a query sees
     pairs = sum(1 for w in model.windows for t in range(16) for j in range(16) if t - w < j <= t)
-    slots = 4 * model.depth if injection in ("slots", "cross_attention") else 0
-    keys = (2 if injection == "tokens" else 1) * pairs / 16 + slots
+    slots = 4 * model.depth * sum(part in injection for part in ("slots", "cross_attention"))
+    keys = (2 if "tokens" in injection else 1) * pairs / 16 + slots
     weights = sum(count for name, count in named.items() if "embedding" not in name and "scale" not in name)
     assert decoder_flops(model) == pytest.approx(2 * weights + 4 * model.width * keys)
 
@@ -211,11 +213,11 @@ def test_kernels_serve_what_they_can_compute(injection: str, monkeypatch: pytest
     monkeypatch.setattr(attention, "takes_kernels", lambda x: True)
     monkeypatch.setattr(attention, "kernels", lambda: asked.append(1))
     assert torch.equal(objective.decoder(tokens, torch.zeros(1, 12, 32)), plain)
-    assert bool(asked) == (injection not in ("layer_kv", "tokens"))
+    assert bool(asked) == (not {"layer_kv", "tokens"} & {*injection.split("+")})
     if stepped:
         assert isinstance(FastDecoder(objective.decoder, "torch"), FastDecoder)
     else:
-        with pytest.raises(RequestError, match=f"model.injection = '{injection}'"):
+        with pytest.raises(RequestError, match=re.escape(f"model.injection = '{injection}'")):
             FastDecoder(objective.decoder, "torch")
     monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
     monkeypatch.setattr(fast_step, "FastDecoder", lambda decoder, weights: "kernels")
@@ -233,3 +235,26 @@ def test_blocks_compile_without_a_break(injection: str) -> None:
     objective.decoder.injection.compile(backend="eager", fullgraph=True, dynamic=False)
     torch.testing.assert_close(objective(*batch).total, expected)
     torch._dynamo.reset()
+
+
+def test_several_are_what_each_of_them_is_where_the_others_add_nothing() -> None:
+    """The parts of one decoder, put together from those of two."""
+    decoder = decoder_with("shared_kv+slots")
+    tokens, previous = random_tokens(1, 40), torch.randn(1, 40, 32, dtype=torch.float64)
+    both = decoder(tokens, previous)
+    for kept, other in (("shared_kv", "slots"), ("slots", "shared_kv")):
+        weights = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
+        alone = decoder_with(kept)
+        for name in alone.state_dict():
+            source = name.replace("injection.", f"injection.parts.{kept}.")
+            alone.state_dict()[name].copy_(weights[source])
+        changed = decoder_with("shared_kv+slots")
+        changed.load_state_dict(weights)
+        with torch.no_grad():
+            for name, parameter in changed.named_parameters():
+                if f".{other}." in name or (other == "shared_kv" and "local_gate" in name):
+                    parameter.zero_()
+        expected = alone(tokens, previous)
+        assert not torch.allclose(both, expected)
+        # gates of nothing still stand at 1 for the tokens' own
+        torch.testing.assert_close(changed(tokens, previous), expected, rtol=0, atol=1e-10)
