@@ -14,7 +14,7 @@ Memory = Literal["none", "kv"]
 # where memory enters: with the keys and values of tokens, beside them, or in the residual stream
 WithTokens = Literal["shared_kv", "layer_kv", "tokens"]
 IntoStream = Literal["residual", "layer_residual", "cross_attention"]
-InjectionKind = Literal[WithTokens, Literal["slots"], IntoStream]
+InjectionKind = Literal[WithTokens, "slots", IntoStream]
 INJECTIONS: tuple[InjectionKind, ...] = get_args(InjectionKind)
 # keys and values that `slots` and `cross_attention` make of a memory
 MEMORY_SLOTS = 4
