@@ -119,7 +119,7 @@ class ModelConfig:
     @property
     def has_steps(self) -> bool:
         """Whether there are fused steps of it, for decoding and reading."""
-        return self.memory == "none" or self.injection in ("shared_kv", "residual")
+        return self.memory == "none" or not {"tokens", "slots", "cross_attention"} & {*self.injections}
 
     @property
     def gated(self) -> bool:

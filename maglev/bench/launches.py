@@ -16,7 +16,7 @@ def launches(fast: FastDecoder, state: DecoderState, tokens: Tensor) -> tuple[di
     start, cos, sin = steps.begin_step(tokens, fast.embedding, position, fast.frequencies)
     features = None if fast.memory_weight is None else steps.project(state.memory, fast.memory_weight)
     first = layers[0]
-    x, projected, mixed, logits = fast.enter(start, start, first, features)
+    x, projected, mixed, _ = fast.enter(start, start, first, features)
     attended = steps.project_add(x, x, first.output)
     hidden = steps.norm_project_relu2(x, first.up)
     out, after = torch.empty_like(x), torch.empty_like(position)
@@ -36,8 +36,9 @@ def launches(fast: FastDecoder, state: DecoderState, tokens: Tensor) -> tuple[di
         "norm_project_relu2": lambda: [steps.norm_project_relu2(x, each.up) for each in layers],
         "down project_add": lambda: [steps.project_add(x, hidden, each.down) for each in layers],
     }
-    if first.stream is not None and features is not None and logits is not None:
-        added, all_logits = features, steps.scale_norm_project(start, start, first.scales, first.stream)[1]
+    if first.stream is not None and features is not None and first.added is not None:
+        added = features[:, first.added]
+        all_logits = steps.scale_norm_project(start, start, first.scales, first.stream)[1]
         per_layer |= {
             "gates scale_norm_project": lambda: [
                 steps.scale_norm_project(x, start, each.scales, each.stream) for each in layers if each.stream

@@ -12,7 +12,7 @@ from maglev.inference.gates import mean_gate
 from maglev.model.attention import Block
 from maglev.model.chunk import Chunk
 from maglev.model.decoder import Decoder
-from maglev.model.memory import MemoryProjections, ResidualGate, ResidualProjection
+from maglev.model.memory import Injection, MemoryProjections, OfEveryLayer, ResidualGate, ResidualProjection, Several
 from maglev.model.state import DecoderState, RingCache
 from maglev.ops.decode_steps import Backend, decode_steps, memory_logits
 from maglev.ops.matrix import ARRIVALS, Matrix, WeightFormat, matrix
@@ -33,7 +33,10 @@ class LayerWeights(NamedTuple):
     output: Matrix  # (D, H * Dh)
     up: Matrix  # (4 D, D)
     down: Matrix  # (D, 4 D)
-    stream: Matrix | None = None  # (H, D) and rows of padding: the gates of a memory that enters the residual stream
+    stream: Matrix | None  # (H, D) and rows of padding: the gates of a memory that enters the residual stream
+    # which features of the memory are mixed into its keys and values, and which the gates above let in
+    mixed: slice | None
+    added: slice | None
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -64,6 +67,9 @@ class FastDecoder:
             padding = parts[0].new_zeros(-rows % ALIGNED_ROWS, parts[0].shape[1])
             return matrix(torch.cat([*(part.detach() for part in parts), padding]).to(self.dtype), weights)
 
+        # of the memory, for all layers at once
+        features, columns = memory_rows(decoder)
+
         def layer_weights(layer: int, block: Block) -> LayerWeights:
             attention = block.attention
             parts = [attention.query_proj, attention.key_proj, attention.value_proj]
@@ -77,6 +83,8 @@ class FastDecoder:
                 up=weight(block.mlp.up_proj.weight),
                 down=weight(block.mlp.down_proj.weight),
                 stream=weight(block.stream.memory_gate.weight) if isinstance(block.stream, ResidualGate) else None,
+                mixed=columns[layer][0],
+                added=columns[layer][1],
             )
 
         self.layers: list[LayerWeights] = []
@@ -86,14 +94,7 @@ class FastDecoder:
         self.embedding = decoder.embedding.weight.detach().to(self.dtype).contiguous()
         self.readout_weight = matrix(decoder.readout.weight.detach().to(self.dtype), weights)
         self.frequencies = decoder.frequencies
-        # (2 G Dh, D) for keys and values, (D, D) for the residual stream
-        self.memory_weight: Matrix | None = None
-        if isinstance(decoder.injection, ResidualProjection):
-            self.memory_weight = weight(decoder.injection.residual_proj.weight)
-        elif decoder.injection is not None:
-            assert isinstance(decoder.injection, MemoryProjections)
-            projections = decoder.injection.memory_key_proj, decoder.injection.memory_value_proj
-            self.memory_weight = weight(*(projection.weight for projection in projections))
+        self.memory_weight = weight(*features) if features else None
         self.arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=self.device)
         self.recorded_passes: dict[tuple[int, int], RecordedPasses] = {}  # of reading, the last one used last
         self.lock = RLock()
@@ -191,16 +192,43 @@ class FastDecoder:
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """A layer up to its attention. -> the stream, what attention takes of it, and of the memory, and the logits
         (B, G) of the memory gates"""
-        steps, config = self.steps, self.config
-        if features is None or weights.stream is None:
+        steps, config, logits = self.steps, self.config, None
+        if features is None or weights.stream is None or weights.added is None:
             x, projected = steps.scale_norm_project(x, start, weights.scales, weights.stacked)
-            logits = None
-            if features is not None:
-                logits = memory_logits(projected, config.kv_heads, config.head_dim, config.heads)
-            return x, projected, features, logits
-        x, logits = steps.scale_norm_project(x, start, weights.scales, weights.stream)
-        x, projected = steps.gate_norm_project(x, features, logits, config.heads, weights.stacked)
-        return x, projected, None, logits[:, : config.heads]
+        else:
+            x, logits = steps.scale_norm_project(x, start, weights.scales, weights.stream)
+            added = features[:, weights.added]
+            x, projected = steps.gate_norm_project(x, added, logits, config.heads, weights.stacked)
+            logits = logits[:, : config.heads]
+        if features is None or weights.mixed is None:
+            return x, projected, None, logits
+        logits = memory_logits(projected, config.kv_heads, config.head_dim, config.heads)
+        return x, projected, features[:, weights.mixed], logits
+
+
+def memory_rows(decoder: Decoder) -> tuple[list[Tensor], list[tuple[slice | None, slice | None]]]:
+    """What makes features of a memory, one above the other: [W_k^rec; W_v^rec] for keys and values, W for the residual
+    stream. Beside it, for every layer, where those of the two are that it takes."""
+    rows: list[Tensor] = []
+    found: dict[type[Injection], list[slice]] = {}
+    injection = decoder.injection
+    parts = [*injection.parts.values()] if isinstance(injection, Several) else [injection] if injection else []
+    for part in parts:
+        for each in part.layers if isinstance(part, OfEveryLayer) else [part]:
+            first = sum(len(above) for above in rows)
+            if isinstance(each, MemoryProjections):
+                rows += [each.memory_key_proj.weight, each.memory_value_proj.weight]
+            else:
+                assert isinstance(each, ResidualProjection)
+                rows.append(each.residual_proj.weight)
+            found.setdefault(type(each), []).append(slice(first, sum(len(above) for above in rows)))
+
+    def of_layer(kind: type[Injection], layer: int) -> slice | None:
+        own = found.get(kind, [])
+        return own[layer % len(own)] if own else None
+
+    layers = range(decoder.config.depth)
+    return rows, [(of_layer(MemoryProjections, layer), of_layer(ResidualProjection, layer)) for layer in layers]
 
 
 def fastest(decoder: Decoder, weights: WeightFormat = "plain") -> "Decoder | FastDecoder":

@@ -73,7 +73,7 @@ def begin_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, start_ptr, scales_ptr, scaled_ptr, out_ptr, position_ptr, position_out_ptr, eps,
+    x_ptr, start_ptr, scales_ptr, scaled_ptr, out_ptr, position_ptr, position_out_ptr, start_width, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENTRY: tl.constexpr, CHANNELS: tl.constexpr, LOGITS: tl.constexpr,
     COUNT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -85,8 +85,9 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     keep = column < WIDTH
     offset = row * WIDTH + column
     residual_scale, input_scale = loaded_scales(scales_ptr, ENTRY)
-    # logits are those of the row, LOGITS of them
+    # logits are those of the row, LOGITS of them; rows of what they let in may lie apart
     scales_ptr += row * LOGITS
+    start_ptr += row * (start_width - WIDTH)
     x = entered(x_ptr, start_ptr, scales_ptr, residual_scale, input_scale, offset, column, keep, ENTRY, CHANNELS)
     if ENTRY != "none":
         tl.store(scaled_ptr + offset, x, mask=keep)
@@ -118,7 +119,8 @@ def normalise(
     scaled = x if start is None else torch.empty_like(x)
     out = torch.empty_like(x)
     norm_kernel[(x.shape[0],)](
-        x, x if start is None else start, x if scales is None else scales, scaled, out, x, x, NORM_EPS,
+        x, x if start is None else start, x if scales is None else scales, scaled, out, x, x,
+        (x if start is None else start).stride(0), NORM_EPS,
         WIDTH=width, BLOCK=power_of_two(width), ENTRY=entry(start, channels), CHANNELS=channels,
         LOGITS=scales.shape[1] if channels and scales is not None else 0, COUNT=False, num_warps=4, **early(x.device),
     )  # fmt: skip
@@ -167,7 +169,7 @@ def scale_norm_project(x: Tensor, start: Tensor, scales: Tensor, weight: Matrix)
 def gate_norm_project(
     x: Tensor, memory_projected: Tensor, logits: Tensor, heads: int, weight: Matrix
 ) -> tuple[Tensor, Tensor]:
-    assert memory_projected.is_contiguous() and logits.is_contiguous()
+    assert memory_projected.stride(1) == 1 and logits.is_contiguous()
     channels = x.shape[1] // heads
     if x.shape[0] == 1:
         added = torch.empty_like(x)
@@ -205,7 +207,7 @@ def finish_step(x: Tensor, position: Tensor, memory_out: Tensor, position_out: T
     width = x.shape[1]
     assert memory_out.is_contiguous() and position.is_contiguous() and position_out.is_contiguous()
     norm_kernel[(x.shape[0],)](
-        x, x, x, x, memory_out, position, position_out, NORM_EPS,
+        x, x, x, x, memory_out, position, position_out, x.stride(0), NORM_EPS,
         WIDTH=width, BLOCK=power_of_two(width), ENTRY="none", CHANNELS=0, LOGITS=0, COUNT=True, num_warps=4,
         **early(x.device),
     )  # fmt: skip

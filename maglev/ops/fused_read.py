@@ -15,7 +15,8 @@ DENSE, APART, WIDE = (128, 64, 8), (64, 64, 4), (32, 32, 4)
 
 @triton.jit
 def enter_kernel(  # type: ignore[no-untyped-def]
-    projected_ptr, memory_ptr, cos_ptr, sin_ptr, query_ptr, key_ptr, value_ptr, width, count, first, step, length, eps,
+    projected_ptr, memory_ptr, cos_ptr, sin_ptr, query_ptr, key_ptr, value_ptr, width, memory_width, count, first, step,
+    length, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, MEMORY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -29,7 +30,7 @@ def enter_kernel(  # type: ignore[no-untyped-def]
     cos = tl.load(cos_ptr + row * HALF + half, mask=is_half, other=0.0)
     sin = tl.load(sin_ptr + row * HALF + half, mask=is_half, other=0.0)
     projected_ptr += row * width
-    memory_ptr += row * (2 * stride)
+    memory_ptr += row * memory_width
     key_first, key_second, value_first, value_second = incoming(
         projected_ptr, memory_ptr, head, half, is_half, cos, sin, eps, HEADS, KV_HEADS, HALF, MEMORY
     )
@@ -107,9 +108,10 @@ def chunk_attend(
     group, count = heads // kv_heads, len(queries)
     query = projected.new_empty(projected.shape[0], heads * head_dim)
     assert projected.shape[0] == batch * count
+    memory = projected if memory_projected is None else memory_projected
+    assert memory.stride(1) == 1
     enter_kernel[(batch * count, kv_heads)](
-        projected, projected if memory_projected is None else memory_projected, cos, sin, query, key, value,
-        projected.shape[1], count, queries.start, queries.step, length, NORM_EPS,
+        projected, memory, cos, sin, query, key, value, projected.shape[1], memory.stride(0), count, queries.start, queries.step, length, NORM_EPS,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=group, HALF=head_dim // 2, BLOCK=power_of_two(head_dim // 2),
         GROUP_BLOCK=power_of_two(group), MEMORY=memory_projected is not None, num_warps=1, **early(key.device),
     )  # fmt: skip

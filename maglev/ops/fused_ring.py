@@ -166,7 +166,7 @@ def attended(  # type: ignore[no-untyped-def]
 @triton.jit
 def ring_kernel(  # type: ignore[no-untyped-def]
     projected_ptr, memory_ptr, key_ptr, value_ptr, position_ptr, cos_ptr, sin_ptr, partial_ptr, arrivals_ptr, out_ptr,
-    width, window, per_split, scale, eps,
+    width, memory_width, window, per_split, scale, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr, MEMORY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +188,7 @@ def ring_kernel(  # type: ignore[no-untyped-def]
     cos = tl.load(cos_ptr + row * HALF + half, mask=is_half, other=0.0)
     sin = tl.load(sin_ptr + row * HALF + half, mask=is_half, other=0.0)
     projected_ptr += row * width
-    memory_ptr += row * (2 * stride)
+    memory_ptr += row * memory_width
     new_key_first, new_key_second, new_first, new_second = incoming(
         projected_ptr, memory_ptr, head, half, is_half, cos, sin, eps, HEADS, KV_HEADS, HALF, MEMORY
     )
@@ -248,7 +248,7 @@ def ring_attend(
     heads: int,
 ) -> Tensor:
     assert projected.is_contiguous() and ring_key.is_contiguous() and ring_value.is_contiguous()
-    assert position.is_contiguous() and (memory_projected is None or memory_projected.is_contiguous())
+    assert position.is_contiguous() and (memory_projected is None or memory_projected.stride(1) == 1)
     assert projected.dtype == ring_key.dtype == ring_value.dtype and cos.dtype == torch.float32
     batch, window, kv_heads, head_dim = ring_key.shape
     group = heads // kv_heads
@@ -259,9 +259,10 @@ def ring_attend(
     partial_size = batch * kv_heads * group_block * splits * (2 * block + 2) if splits > 1 else 0
     partial = torch.empty(partial_size, dtype=torch.float32, device=projected.device)
     out = projected.new_empty(batch, heads * head_dim)
+    memory = projected if memory_projected is None else memory_projected
     ring_kernel[(batch, kv_heads, splits)](
-        projected, projected if memory_projected is None else memory_projected, ring_key, ring_value, position,
-        cos, sin, partial, arrivals, out, projected.shape[1], window, per_split, LOG2_E / head_dim**0.5, NORM_EPS,
+        projected, memory, ring_key, ring_value, position, cos, sin, partial, arrivals, out, projected.shape[1],
+        memory.stride(0), window, per_split, LOG2_E / head_dim**0.5, NORM_EPS,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=group, HALF=head_dim // 2, BLOCK=block, GROUP_BLOCK=group_block,
         LANES=lanes, SPLITS=splits, MEMORY=memory_projected is not None, num_warps=WARPS, **early(out.device),
     )  # fmt: skip

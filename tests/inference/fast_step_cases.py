@@ -11,7 +11,7 @@ from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState, RingCache
 from maglev.ops import fused_decode, fused_product, fused_ring
 from tests.helpers import assert_same_state, random_tokens, small
-from tests.inference.test_fast_step import RECIPES, RESIDUAL, follow, ragged_state, tiny
+from tests.inference.test_fast_step import RECIPES, BOTH, follow, ragged_state, tiny
 from tests.inference.test_gates import watched
 from tests.kernel_cases import DEVICE, INTERPRETED, round_like_the_gpu
 
@@ -35,7 +35,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_equals_the_decoder_beyond_the_window(recipe: str, shape: dict[str, int]) -> None:
     # every step takes the interpreter a second; what differs in the last one is not the ring
-    interpreted = 9 if recipe == RESIDUAL else 24
+    interpreted = 9 if recipe == BOTH else 24
     follow(tiny(recipe, DEVICE, **shape), "triton", batch=1, steps=interpreted if INTERPRETED else 40, bound=1e-4)
 
 
@@ -128,7 +128,7 @@ class GraphCases:
     def test_recorded_passes_equal_the_decoder_s_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two prompts, several chunks each, so that recordings meet other tokens and another past."""
         monkeypatch.setattr(fast_read, "SMALLEST_RECORDED", 4)
-        for recipe in ("maglev-shared-0.1", "swa-ssss", RESIDUAL):
+        for recipe in ("maglev-shared-0.1", "swa-ssss", BOTH):
             decoder = tiny(recipe, DEVICE)
             fast = FastDecoder(decoder)
             for seed, rows in ((1, 1), (2, 1), (3, 2), (4, 9)):
@@ -163,7 +163,7 @@ class GraphCases:
             assert torch.equal(token, chosen)
             chosen = stepper.step().argmax(-1)
 
-    @pytest.mark.parametrize("injection", ["shared_kv", RESIDUAL])
+    @pytest.mark.parametrize("injection", ["shared_kv", BOTH])
     def test_bfloat16_at_full_size_is_as_close_to_float32_as_the_decoder(self, injection: str) -> None:
         exact = wide("maglev-shared-0.1", injection)
         plain = wide("maglev-shared-0.1", injection).bfloat16()

@@ -14,20 +14,21 @@ from maglev.inference.fast_step import BUCKETS, WARM_UPS, FastDecoder, GraphStep
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 from maglev.ops.decode_steps import Backend
+from maglev.recipes import RECIPES as RUNS
 from tests.helpers import assert_same_state, random_tokens, small
 from tests.kernel_cases import run_cases
 
 CASES = "inference/fast_step_cases.py"
 CPU = torch.device("cpu")
-# the last one is Maglev whose memory enters the residual stream
-RESIDUAL = "residual"
-RECIPES = ["swa-ssss", "transformer-slsl", "maglev-shared-0.1", RESIDUAL]
+# Maglev whose memory enters elsewhere: in two places, of every layer its own
+BOTH = "shared_kv+layer_residual"
+RECIPES = ["swa-ssss", "transformer-slsl", "maglev-shared-0.1", BOTH]
 
 
 def tiny(recipe: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32, **settings: Any) -> Decoder:
     shape = {"depth": 2, "width": 32, "heads": 2, "context": 12, "window": 5} | settings
-    if recipe == RESIDUAL:
-        recipe, shape["injection"] = "maglev-shared-0.1", RESIDUAL
+    if recipe not in RUNS:
+        recipe, shape["injection"] = "maglev-shared-0.1", recipe
     return small(recipe, scale=0.5, dtype=dtype, **shape).decoder.to(device).requires_grad_(False)
 
 
@@ -63,7 +64,7 @@ def follow(
     assert all(torch.equal(memory, copy) for memory, copy in kept)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "layer_kv", "residual", "layer_kv+residual"])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_the_twins_equal_the_decoder_beyond_the_window(recipe: str, kv_heads: int) -> None:
     decoder = tiny(recipe, dtype=torch.float64, kv_heads=kv_heads)
@@ -199,5 +200,5 @@ def test_what_a_benchmark_times_are_the_launches_of_a_step(recipe: str) -> None:
     per_layer, per_step = launches(fast, state, tokens)
     for work in (per_layer | per_step).values():
         work()
-    assert len(per_layer) == (6 if recipe == RESIDUAL else 5)
+    assert len(per_layer) == (6 if recipe == BOTH else 5)
     assert ("gate_norm_project" in per_layer) != ("scale_norm_project" in per_layer)

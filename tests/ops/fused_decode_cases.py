@@ -54,7 +54,9 @@ def product_operations(batch: int, inputs: int, outputs: int, weights: WeightFor
         # the first number of heads that divides the width, and logits of some more, as padding gives them
         heads = next(heads for heads in (4, 3, 1) if inputs % heads == 0)
         logits = numbers(batch, heads + 3, seed=4)
-        stream, memory, logits = to(dtype, x, start, logits)
+        # what gates let in lies among other features
+        stream, wide, logits = to(dtype, x, torch.cat((base, start, base), 1), logits)
+        memory = wide[:, outputs : outputs + inputs]
         return list(ops.gate_norm_project(stream, memory, logits, heads, held(dtype)))  # type: ignore[attr-defined]
 
     return {
