@@ -111,7 +111,8 @@ def chunk_attend(
     memory = projected if memory_projected is None else memory_projected
     assert memory.stride(1) == 1
     enter_kernel[(batch * count, kv_heads)](
-        projected, memory, cos, sin, query, key, value, projected.shape[1], memory.stride(0), count, queries.start, queries.step, length, NORM_EPS,
+        projected, memory, cos, sin, query, key, value, projected.shape[1], memory.stride(0), count,
+        queries.start, queries.step, length, NORM_EPS,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=group, HALF=head_dim // 2, BLOCK=power_of_two(head_dim // 2),
         GROUP_BLOCK=power_of_two(group), MEMORY=memory_projected is not None, num_warps=1, **early(key.device),
     )  # fmt: skip
