@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from maglev.errors import RequestError
+from maglev.inference.fast_step import fastest
 from maglev.model.decoder import Decoder
+from maglev.model.late import divided
 from maglev.model.memory import shift_right
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Objective
 from maglev.objectives.maglev import MaglevObjective
@@ -23,6 +25,8 @@ DEFAULT_PASSES = 3
 Step = Callable[[Tensor], Tensor]
 # from so many on, recording a step is less than what it saves
 MANY_STEPS = 32
+# with more rows, kernels that are made for few gain nothing
+FEW_ROWS = 64
 
 
 def recurrent(decoder: Decoder, tokens: Tensor, documents: Documents = WHOLE_ROWS) -> Tensor:
@@ -54,6 +58,7 @@ def may_record(device: torch.device) -> bool:
 def recorded_step(decoder: Decoder, batch_size: int) -> Step | None:
     """`decoder.step_` from the start of a text, replayed from a CUDA graph; the next step writes over what one returns.
     A step of a small model is over long before the next one could be asked for. None where it cannot be recorded."""
+    steps = decoder if batch_size > FEW_ROWS or divided(decoder) else fastest(decoder)
     state = decoder.initial_state(batch_size)
     own = [state.memory, state.position, *(each for cache in state.caches for each in (cache.key, cache.value))]
     tokens = torch.zeros(batch_size, dtype=torch.int64, device=state.memory.device)
@@ -61,7 +66,7 @@ def recorded_step(decoder: Decoder, batch_size: int) -> Step | None:
     def work() -> Tensor:
         """`step_` puts new tensors into the state; here everything has its place."""
         state.memory, state.position = own[:2]
-        own[0].copy_(decoder.step_(tokens, state))
+        own[0].copy_(steps.step_(tokens, state))
         own[1].add_(1)
         return own[0]
 

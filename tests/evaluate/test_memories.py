@@ -10,6 +10,8 @@ from torch import Tensor
 from maglev.errors import RequestError
 from maglev.evaluate import memories as sources
 from maglev.evaluate.memories import SOURCES, lifted, memories, recurrent, refined, sources_of
+from maglev.inference.fast_step import FastDecoder, fastest
+from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
 from tests.helpers import (
     ALL_RECIPES,
@@ -51,6 +53,22 @@ def test_recorded_steps_are_the_same(recipe: str, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(recurrent(decoder, tokens), step_through(decoder, tokens))
 
 
+@pytest.mark.parametrize("rows", [sources.FEW_ROWS, sources.FEW_ROWS + 1])
+def test_few_rows_are_stepped_by_what_is_fastest(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fastest(decoder: Decoder) -> FastDecoder:
+        asked.append(decoder)
+        return FastDecoder(decoder, "torch")
+
+    for name, value in (("may_record", lambda device: True), ("capture", play), ("fastest", fastest)):
+        monkeypatch.setattr(sources, name, value)
+    decoder, tokens = small("maglev-shared-0.1").decoder, random_tokens(rows, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(recurrent(decoder, tokens), step_through(decoder, tokens), rtol=0, atol=1e-10)
+    assert len(asked) == (rows == sources.FEW_ROWS)
+
+
 def test_steps_that_cannot_be_recorded_are_asked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(work: Callable[[], Tensor], device: torch.device) -> None:
         raise RuntimeError("not permitted when stream is capturing")
@@ -70,8 +88,12 @@ def test_steps_recorded_on_a_gpu_are_those_one_by_one(recipe: str, dtype: torch.
     decoder = small(recipe, dtype=torch.float32).decoder.cuda()
     decoder.embedding.compute_dtype = dtype
     tokens = random_tokens(3, 100).cuda()
+    fast = fastest(decoder)
+    state, stepped = fast.initial_state(3), []
     with torch.no_grad(), warnings.catch_warnings(action="error"):
-        torch.testing.assert_close(recurrent(decoder, tokens), step_through(decoder, tokens), rtol=0, atol=1e-5)
+        for token in tokens.T:
+            stepped.append(fast.step_(token, state).clone())
+        torch.testing.assert_close(recurrent(decoder, tokens), torch.stack(stepped, dim=1), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", PLAIN_RECIPES)
