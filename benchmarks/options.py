@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ from maglev.bench.decode import fast_work, plain_work
 from maglev.bench.lines import Lines
 from maglev.bench.models import full_state
 from maglev.cli.recall import default_settings
-from maglev.config import InjectionKind
+from maglev.config import INJECTIONS
 from maglev.data.recall import RecallConfig
 from maglev.data.shards import open_data
 from maglev.errors import RequestError
@@ -48,6 +48,7 @@ from maglev.train.param_groups import REFERENCE_TOKENS_PER_STEP
 from maglev.train.task import Recall, Task, Text
 
 SWA, SEPARATE = "swa-ssss", "maglev-separate-0.1"
+TOGETHER = ("shared_kv+slots", "shared_kv+layer_residual", "shared_kv+cross_attention")
 QUICK = {"depth": 2, "context": 64, "window": 8, "steps": 3, "rows": 4, "tokens_per_step": 256}
 COLUMNS = ("recurrent", "lifted", "contraction_step", "deployed", "prefiller", "state_bytes")
 RATES = ("train_tokens_per_s", "step_tokens_per_s", "fast_tokens_per_s")
@@ -64,7 +65,7 @@ class Option(NamedTuple):
 
 def all_options(recipe: str, depth: int) -> dict[str, Option]:
     found = {"swa": Option("baseline", SWA, {})}
-    for injection in get_args(InjectionKind):
+    for injection in (*INJECTIONS, *TOGETHER):
         found[f"injection {injection}"] = Option("injection", recipe, {"model.injection": injection})
     half, width = max(1, depth // 2), 64 * depth
     for name, settings in {

@@ -35,7 +35,7 @@ def test_whole_parts_and_steps_are_the_stepped_decoder(recipe: str) -> None:
     assert_near(torch.cat(found, dim=1), expected)
 
 
-@pytest.mark.parametrize("injection", [name for name in get_args(InjectionKind) if name != "shared_kv"])
+@pytest.mark.parametrize("injection", [*get_args(InjectionKind)[1:], "shared_kv+layer_residual"])
 def test_caches_hold_what_other_injections_leave(injection: str) -> None:
     model, tokens = small_model(injection=injection), random_tokens(2, 40)
     expected = stepped_logits(model, tokens)

@@ -52,12 +52,12 @@ def assert_steps_as_it_passes(run: Path) -> None:
     torch.testing.assert_close(read.memory, step.memory, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("injection", [name for name in get_args(InjectionKind) if name != "shared_kv"])
+@pytest.mark.parametrize("injection", [*get_args(InjectionKind)[1:], "shared_kv+layer_residual"])
 def test_injections(injection: str, data: Path, tmp_path: Path) -> None:
     settings = {"model.injection": injection, "model.heads": 2, "model.kv_heads": 1}
     validation = trained_run("maglev-shared-0.1", data, tmp_path / "run", settings)
     # how much of K/V is memory is told where it is mixed in
-    assert len(validation["memory_share"]) == (2 if injection == "layer_kv" else 0)
+    assert len(validation["memory_share"]) == (2 if "_kv" in injection else 0)
 
 
 @pytest.mark.parametrize(
