@@ -77,7 +77,7 @@ class TextTask(RandomTask):
         return TextRows(context, seed)
 
 
-def losses_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.device) -> list[float]:
+def trainer_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.device) -> Trainer:
     steps, rows = asked.steps, asked.rows
     kind, _, passes = way.partition("-")
     settings = {
@@ -94,14 +94,18 @@ def losses_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.de
         "train.attention": "auto" if kind in COMPILED else "blockwise",
         "train.products": "fp8" if kind == "fp8" else "plain",
     }
-    trainer = Trainer(run_config(recipe, DEPTH, settings), TextTask(256), Path(), Ranks(0, 1, 0, device), Lines())
+    return Trainer(run_config(recipe, DEPTH, settings), TextTask(256), Path(), Ranks(0, 1, 0, device), Lines())
+
+
+def losses_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.device) -> list[float]:
+    trainer = trainer_of(recipe, way, asked, device)
     found: list[float] = []
 
     def record(losses: StepLosses, skipped: bool, seconds: float) -> None:
         found.append(losses.next_token)
 
     trainer.record = record  # type: ignore[method-assign]
-    for _ in range(asked.stop or steps):
+    for _ in range(asked.stop or asked.steps):
         trainer.one_step()
     return found
 

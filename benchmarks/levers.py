@@ -22,14 +22,14 @@ from torch import Tensor
 
 from maglev import objectives
 from maglev.__main__ import main
-from maglev.config import OBJECTIVE_KINDS, ClosedMaglevConfig, Memory, ModelConfig, RunConfig
+from maglev.config import OBJECTIVE_KINDS, ClosedMaglevConfig, ModelConfig, RunConfig
 from maglev.model.decoder import Decoder
 from maglev.model.layers import Linear
 from maglev.objectives.closed_loop import ClosedLoopObjective
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss, token_mean
 from maglev.objectives.prefiller import SharedPrefiller
 from maglev.objectives.sweeps import Sweeps, scatter
-from maglev.recipes import RECIPES
+from maglev.recipes import RECIPES, Recipe
 from maglev.values import require
 
 STOPS = ("carried", "target", "own_target", "memory")
@@ -209,8 +209,8 @@ def build(config: RunConfig) -> LeversObjective:
     return LeversObjective(decoder, SharedPrefiller(model, own.prefiller_pattern), own)
 
 
-def levers() -> tuple[str, Memory, LeversConfig]:
-    return "SSSS", "kv", LeversConfig()
+def levers() -> Recipe:
+    return RECIPES["maglev-closed"]()._replace(objective=LeversConfig())
 
 
 def register() -> None:

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from maglev.config import (
     ClosedMaglevConfig,
@@ -27,7 +27,14 @@ PAPER_CONTEXT = 2048
 PAPER_VOCAB = 32_768
 
 
-def model_config(depth: int, pattern: str, memory: Memory, given: dict[str, Any]) -> ModelConfig:
+class Recipe(NamedTuple):
+    pattern: str
+    memory: Memory
+    objective: ObjectiveConfig
+    injection: str = "shared_kv"
+
+
+def model_config(depth: int, recipe: Recipe, given: dict[str, Any]) -> ModelConfig:
     """Width 64 x depth, heads of 128 where that divides the width, else of 64; W is a quarter of the context."""
     depth = parse_value("depth", given.get("depth", depth), int)
     require(depth >= 1, f"depth is {depth}; it must be at least 1")
@@ -42,52 +49,50 @@ def model_config(depth: int, pattern: str, memory: Memory, given: dict[str, Any]
         "vocab_size": PAPER_VOCAB,
         "context": context,
         "window": max(1, context // 4),
-        "window_pattern": pattern,
-        "memory": memory,
+        "window_pattern": recipe.pattern,
+        "memory": recipe.memory,
+        "injection": recipe.injection,
     }
     return ModelConfig(**(derived | given))
 
 
-Recipe = Callable[[], tuple[str, Memory, ObjectiveConfig]]
+def transformer_slsl() -> Recipe:
+    return Recipe("SLSL", "none", NextTokenConfig())
 
 
-def transformer_slsl() -> tuple[str, Memory, ObjectiveConfig]:
-    return "SLSL", "none", NextTokenConfig()
+def swa_ssss() -> Recipe:
+    return Recipe("SSSS", "none", NextTokenConfig())
 
 
-def swa_ssss() -> tuple[str, Memory, ObjectiveConfig]:
-    return "SSSS", "none", NextTokenConfig()
+def lrt_slsl() -> Recipe:
+    return Recipe("SLSL", "kv", LRTConfig())
 
 
-def lrt_slsl() -> tuple[str, Memory, ObjectiveConfig]:
-    return "SLSL", "kv", LRTConfig()
+def lrt_ssss() -> Recipe:
+    return Recipe("SSSS", "kv", LRTConfig())
 
 
-def lrt_ssss() -> tuple[str, Memory, ObjectiveConfig]:
-    return "SSSS", "kv", LRTConfig()
+def maglev_shared_01() -> Recipe:
+    return Recipe("SSSS", "kv", SharedMaglevConfig(consistency_weight=0.1))
 
 
-def maglev_shared_01() -> tuple[str, Memory, ObjectiveConfig]:
-    return "SSSS", "kv", SharedMaglevConfig(consistency_weight=0.1)
+def maglev_shared_1() -> Recipe:
+    return Recipe("SSSS", "kv", SharedMaglevConfig(consistency_weight=1.0))
 
 
-def maglev_shared_1() -> tuple[str, Memory, ObjectiveConfig]:
-    return "SSSS", "kv", SharedMaglevConfig(consistency_weight=1.0)
+def maglev_separate_01() -> Recipe:
+    return Recipe("SSSS", "kv", SeparateMaglevConfig(consistency_weight=0.1))
 
 
-def maglev_separate_01() -> tuple[str, Memory, ObjectiveConfig]:
-    return "SSSS", "kv", SeparateMaglevConfig(consistency_weight=0.1)
+def maglev_separate_1() -> Recipe:
+    return Recipe("SSSS", "kv", SeparateMaglevConfig(consistency_weight=1.0))
 
 
-def maglev_separate_1() -> tuple[str, Memory, ObjectiveConfig]:
-    return "SSSS", "kv", SeparateMaglevConfig(consistency_weight=1.0)
+def maglev_closed() -> Recipe:
+    return Recipe("SSSS", "kv", ClosedMaglevConfig())
 
 
-def maglev_closed() -> tuple[str, Memory, ObjectiveConfig]:
-    return "SSSS", "kv", ClosedMaglevConfig()
-
-
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, Callable[[], Recipe]] = {
     "transformer-slsl": transformer_slsl,
     "swa-ssss": swa_ssss,
     "lrt-slsl": lrt_slsl,
@@ -105,8 +110,8 @@ def run_config(recipe: str, depth: int = PAPER_DEPTH, settings: dict[str, Any] |
     if recipe not in RECIPES:
         near = difflib.get_close_matches(recipe, RECIPES, n=1, cutoff=0.0)
         raise RequestError(f"unknown recipe {recipe!r}; did you mean {near[0]!r}? Known: {', '.join(RECIPES)}")
-    pattern, memory, objective = RECIPES[recipe]()
-    default = RunConfig(recipe, model_config(PAPER_DEPTH, pattern, memory, {}), objective)
+    row = RECIPES[recipe]()
+    default = RunConfig(recipe, model_config(PAPER_DEPTH, row, {}), row.objective)
     check_keys(default, settings or {})
     require(
         depth == PAPER_DEPTH or "model.depth" not in (settings or {}),
@@ -114,8 +119,8 @@ def run_config(recipe: str, depth: int = PAPER_DEPTH, settings: dict[str, Any] |
     )
     given = {key: value for key, value in (settings or {}).items() if key.startswith("model.")}
     others = {key: value for key, value in (settings or {}).items() if key not in given}
-    model = model_config(depth, pattern, memory, parse_section(ModelConfig, given))
-    config = with_settings(RunConfig(recipe, model, objective), others)
+    model = model_config(depth, row, parse_section(ModelConfig, given))
+    config = with_settings(RunConfig(recipe, model, row.objective), others)
     taken = config.objective
     if isinstance(taken, SeparateMaglevConfig) and taken.prefiller_from and not taken.prefiller_width:
         taken_depth, taken_width = pretrained_shape(taken.prefiller_from)

@@ -23,7 +23,7 @@ VOCAB = 61
 
 def next_token_losses(recipe: str) -> float:
     """How many of them, by their weights, are in the total."""
-    objective = RECIPES[recipe]()[2]
+    objective = RECIPES[recipe]().objective
     return 2 + objective.prefiller_weight if isinstance(objective, ClosedMaglevConfig) else 1
 
 

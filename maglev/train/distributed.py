@@ -26,13 +26,14 @@ except ImportError:
 # what Gloo's and NCCL's own errors have in common
 TRANSPORT = re.compile("gloo|nccl|ProcessGroup", re.IGNORECASE)
 # and those of a GPU, also where NCCL passes them on
+TIMED_OUT = re.compile("time-?d?[ -]?out", re.IGNORECASE)
 GPU_TROUBLE = re.compile("(CUDA|Triton|cuDNN|Frontend) (error|failure)", re.IGNORECASE)
 
 Result = TypeVar("Result")
 
 
 class SaidElsewhere(WorkError):
-    """This rank stops because another one does, and that one says why. `status` is the exit status of both."""
+    """This rank stops because another one does, and rank 0 says why. `status` is the exit status of all."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -61,11 +62,16 @@ def start(device: str, timeout: timedelta) -> Ranks:
         return Ranks(rank, world, local_rank, take_device(device, world, local_rank))
     with joining(rank, world):
         store = fresh_store(rank, world, timeout)
+
+        def share(key: str, text: str) -> list[str]:
+            return gather_by_store(store, rank, world, key, text)
+
         # ahead of the group, whose kind follows from the device: a rank that has none would leave the others waiting
         chosen = all_or_none(
             lambda: take_device(device, world, local_rank),
             rank,
-            lambda status: [int(text) for text in gather_by_store(store, rank, world, "status", str(status))],
+            lambda status: [int(text) for text in share("status", str(status))],
+            lambda said: share("said", said),
         )
         refuse_mixture(gather_by_store(store, rank, world, "device", chosen.type), rank)
         dist.init_process_group(
@@ -183,9 +189,10 @@ def exchange() -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, WorkError | torch.OutOfMemoryError) or of_gpu(error) or not of_transport(error):
             raise
+        late = "did not answer within train.timeout" if TIMED_OUT.search(str(error)) else "is gone"
         raise WorkError(
-            f"rank {rank_and_world()[0]} lost another rank, whose own message says why ({first_line(error)}); "
-            "start all of them again with --resume"
+            f"rank {rank_and_world()[0]} lost another rank, which {late}: its own last message, or torchrun's, says "
+            "why; start all of them again with --resume"
         ) from error
 
 
@@ -202,18 +209,28 @@ def first_line(error: Exception) -> str:
 
 
 def together(work: Callable[[], Result]) -> Result:
-    """The result of `work`, which every rank calls; where it fails on one, all stop, and the first of those says why.
+    """The result of `work`, which every rank calls; where it fails on one, all stop, and rank 0 says why.
 
     A rank that failed alone would leave the others waiting for its next message. `work` itself sends none.
     """
     if not dist.is_initialized():
         return work()
     rank, world = rank_and_world()
-    return all_or_none(work, rank, lambda status: sum_over_ranks([status * (rank == other) for other in range(world)]))
+
+    def share(status: int) -> list[float]:
+        return sum_over_ranks([status * (rank == other) for other in range(world)])
+
+    return all_or_none(work, rank, share, gather_texts)
 
 
-def all_or_none(work: Callable[[], Result], rank: int, share: Callable[[int], Sequence[float]]) -> Result:
-    """`share` gives this rank's exit status to the others, 0 for none yet, and returns those of all."""
+def all_or_none(
+    work: Callable[[], Result],
+    rank: int,
+    share: Callable[[int], Sequence[float]],
+    share_text: Callable[[str], Sequence[str]],
+) -> Result:
+    """`share` gives this rank's exit status to the others, 0 for none yet, and returns those of all; `share_text`, in
+    trouble, what this rank has to say about it."""
     results: list[Result] = []
     failure: Exception | None = None
     try:
@@ -231,9 +248,21 @@ def all_or_none(work: Callable[[], Result], rank: int, share: Callable[[int], Se
     failed = [number for number, status in enumerate(statuses) if status]
     if not failed:
         return results[0]
-    if failure is not None and rank == failed[0]:
+    first, status = failed[0], int(statuses[failed[0]])
+    try:
+        said = share_text(str(failure or ""))[first]
+    except Exception:
+        # it stays with the rank that has it
+        if failure is not None:
+            raise failure from failure.__cause__
+        said = "failed, and could not say why any more"
+    ours = isinstance(failure, RequestError | WorkError)
+    if failure is not None and rank == first and (rank == 0 or not ours):
+        # a mistake of ours has a trace, which nobody else can tell
         raise failure
-    raise SaidElsewhere(f"rank {failed[0]} failed, so rank {rank} stops too", int(statuses[failed[0]])) from failure
+    if rank == 0:
+        raise (RequestError if status == 2 else WorkError)(f"rank {first}: {said}") from failure
+    raise SaidElsewhere(f"rank {first} failed, so rank {rank} stops too", status) from failure
 
 
 def message_device() -> torch.device:

@@ -4,7 +4,7 @@ import fcntl
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -100,6 +100,12 @@ def begin_run(run: Path, config: RunConfig, task: Task) -> None:
             files.write_json(run / CONFIG, config.to_dict())
 
 
+def remove_empty(run: Path) -> None:
+    """The folder that was made for a run which then was refused."""
+    with suppress(OSError):
+        run.rmdir()
+
+
 @contextmanager
 def sole_writer(run: Path) -> Iterator[None]:
     """Two processes in one run folder would delete each other's files. However a process ends, its lock ends too."""
@@ -178,6 +184,8 @@ def train(
         task, config = distributed.together(request)
         distributed.all_agree(canonical_json(asdict(config)), "configuration")
         distributed.all_agree(task.fingerprint, "data")
+        if ranks.is_main and not run.exists():
+            held.callback(remove_empty, run)
         distributed.together(lambda: claim_run(run, config, task, resume, held) if ranks.is_main else None)
         see_run(run, ranks)
         noted = held.enter_context(interruption())

@@ -81,6 +81,18 @@ def test_without_json_a_line_for_people(data: Path, tmp_path: Path, capsys: pyte
     )
 
 
+@pytest.mark.parametrize("setting", [{"train.attention": "fused"}, {"train.tokens_per_step": 100}])
+def test_what_is_refused_leaves_no_folder_and_takes_none_away(
+    setting: dict[str, Any], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, there = tmp_path / "new", tmp_path / "there"
+    there.mkdir()
+    for run in (new, there):
+        assert main(train_arguments("swa-ssss", data, run, setting)) in (1, 2)
+        assert next(iter(setting)) in capsys.readouterr().err
+    assert not new.exists() and list(there.iterdir()) == []
+
+
 class Seen:
     def __init__(self) -> None:
         self.notes: list[str] = []

@@ -25,6 +25,7 @@ def closed(rollout: int, weight: float = 0.5) -> Objective:
     return small(
         "maglev-closed", depth=2, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, window=WINDOW, context=CONTEXT,
         objective_rollout=rollout, objective_prefiller_weight=weight, objective_consistency_weight=0.3,
+        injection="shared_kv",
     )  # fmt: skip
 
 

@@ -133,6 +133,7 @@ def test_the_rings_loop_waits_for_nobody(batch: int, memory: bool) -> None:
     types |= {
         "arrivals_ptr": "*i32",
         "width": "i32",
+        "memory_width": "i32",
         "window": "i32",
         "per_split": "i32",
         "scale": "fp32",
@@ -164,7 +165,8 @@ OTHERS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "norm": (
         fused_decode.norm_kernel,
         dict.fromkeys(("x_ptr", "start_ptr", "scaled_ptr", "out_ptr"), "*bf16")
-        | {"scales_ptr": "*fp32", "position_ptr": "*i64", "position_out_ptr": "*i64", "eps": "fp32"},
+        | {"scales_ptr": "*fp32", "position_ptr": "*i64", "position_out_ptr": "*i64", "eps": "fp32"}
+        | {"start_width": "i32"},
         {"WIDTH": WIDTH, "BLOCK": 2048, "ENTRY": "scales", "CHANNELS": 0, "LOGITS": 0, "COUNT": True},
     ),
     "finish": (
@@ -176,7 +178,7 @@ OTHERS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         fused_read.enter_kernel,
         dict.fromkeys(("projected_ptr", "memory_ptr", "query_ptr", "key_ptr", "value_ptr"), "*bf16")
         | {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "eps": "fp32"}
-        | dict.fromkeys(("width", "count", "first", "step", "length"), "i32"),
+        | dict.fromkeys(("width", "memory_width", "count", "first", "step", "length"), "i32"),
         {"HEADS": HEADS, "KV_HEADS": HEADS, "GROUP": 1, "HALF": 64, "BLOCK": 64, "GROUP_BLOCK": 1, "MEMORY": True},
     ),
     "window": (

@@ -121,7 +121,9 @@ def test_without_torchrun_there_is_one_rank_and_no_group(monkeypatch: pytest.Mon
     ],
 )
 def test_what_the_transport_says_tells_of_another_rank(error: RuntimeError) -> None:
-    with pytest.raises(WorkError, match="rank 0 lost another rank, whose own message says why"), distributed.exchange():
+    late = "timeout" in str(error)
+    told = f"rank 0 lost another rank, which {'did not answer within train.timeout' if late else 'is gone'}: its own"
+    with pytest.raises(WorkError, match=told), distributed.exchange():
         raise error
 
 
@@ -150,10 +152,33 @@ def test_a_rank_that_cannot_even_tell_of_its_failure_says_why_it_failed() -> Non
     def share(status: int) -> list[float]:
         raise RuntimeError("second")
 
+    def share_text(said: str) -> list[str]:
+        raise RuntimeError("third")
+
     with pytest.raises(WorkError, match="first"):
-        distributed.all_or_none(fail, 0, share)
+        distributed.all_or_none(fail, 0, share, share_text)
     with pytest.raises(RuntimeError, match="second"):
-        distributed.all_or_none(lambda: None, 0, share)
+        distributed.all_or_none(lambda: None, 0, share, share_text)
+    # a status that got through, and then nothing more
+    with pytest.raises(WorkError, match="first"):
+        distributed.all_or_none(fail, 1, lambda status: [0, status], share_text)
+    with pytest.raises(WorkError, match="rank 1: failed, and could not say why any more"):
+        distributed.all_or_none(lambda: None, 0, lambda status: [status, 1], share_text)
+
+
+def test_a_mistake_of_ours_keeps_its_trace_and_rank_0_tells_of_it() -> None:
+    def fail() -> None:
+        raise KeyError("nothing there")
+
+    def texts(said: str) -> list[str]:
+        return ["", said or "'nothing there'"]
+
+    with pytest.raises(KeyError, match="nothing there"):
+        distributed.all_or_none(fail, 1, lambda status: [0, status], texts)
+    with pytest.raises(WorkError, match="rank 1: 'nothing there'"):
+        distributed.all_or_none(lambda: None, 0, lambda status: [status, 1], texts)
+    with pytest.raises(distributed.SaidElsewhere):
+        distributed.all_or_none(lambda: None, 2, lambda status: [0, 1, status], texts)
 
 
 @pytest.mark.parametrize(

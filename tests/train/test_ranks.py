@@ -101,11 +101,11 @@ def test_a_wrong_request_is_told_once(data: Path, tmp_path: Path, processes: Pro
     ranks = start_ranks(processes, [train_arguments("swa-ssss", data, run, {"model.window": 99})] * 2)
     assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
     assert "model.window is 99" in ranks[0].error and ranks[1].stderr == ""
-    # on one of them alone: that one says it, and the other does not wait for it
+    # on one of them alone: rank 0 says it, and does not wait for it
     right, wrong = (train_arguments("swa-ssss", folder, run) for folder in (data, tmp_path / "nowhere"))
     ranks = start_ranks(processes, [right, wrong])
     assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
-    assert "not a data folder" in ranks[1].error and ranks[0].stderr == ""
+    assert "rank 1: " in ranks[0].error and "not a data folder" in ranks[0].error and ranks[1].stderr == ""
     # rank 0 looks at the folder for all
     processes.run(train_arguments("swa-ssss", data, run))
     ranks = start_ranks(processes, [right] * 2)
@@ -116,13 +116,14 @@ def test_a_wrong_request_is_told_once(data: Path, tmp_path: Path, processes: Pro
 def test_ranks_whose_devices_do_not_go_together_end_before_they_wait(
     data: Path, tmp_path: Path, processes: Processes
 ) -> None:
-    """One that has none says so, whichever it is; rank 0, which keeps the meeting place, does not end too early."""
+    """Rank 0 says which has none, whichever it is, and does not end too early, for it keeps the meeting place."""
     run = tmp_path / "run"
     right, wrong = (train_arguments("swa-ssss", data, run, {"train.device": device}) for device in ("cpu", "tpu"))
     for bad in (0, 1):
         ranks = start_ranks(processes, [right, wrong] if bad else [wrong, right])
         assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
-        assert "train.device is 'tpu'" in ranks[bad].error and ranks[1 - bad].stderr == ""
+        assert "train.device is 'tpu'" in ranks[0].error and ranks[1].stderr == ""
+        assert ("rank 1: " in ranks[0].error) == bool(bad)
     found = (
         "import torch\nfrom maglev.train import distributed\ndistributed.take_device = lambda *_: torch.device('cuda')"
     )
@@ -136,15 +137,15 @@ def test_a_wrong_time_to_wait_is_told_when_the_ranks_have_met(data: Path, tmp_pa
     given = [train_arguments("swa-ssss", data, tmp_path / "run", {"train.timeout": seconds}) for seconds in (60, 0)]
     ranks = start_ranks(processes, given)
     assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
-    assert "train.timeout is 0" in ranks[1].error and ranks[0].stderr == ""
+    assert "rank 1: train.timeout is 0" in ranks[0].error and ranks[1].stderr == ""
 
 
 def test_a_run_folder_that_not_all_ranks_see_is_refused(data: Path, tmp_path: Path, processes: Processes) -> None:
     """As where each machine has a disk of its own under the same name."""
     ranks = start_ranks(processes, [train_arguments("swa-ssss", data, tmp_path / name) for name in ("a", "b")])
     assert [process.wait(PATIENCE) for process in ranks] == [2, 2]
-    assert "RUN must be a folder that all machines see" in ranks[1].error and ranks[0].stderr == ""
-    assert list((tmp_path / "a").iterdir()) == [] and not (tmp_path / "b").exists()
+    assert "RUN must be a folder that all machines see" in ranks[0].error and ranks[1].stderr == ""
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
 
 
 def on_rank(rank: int, work: str) -> str:
@@ -174,7 +175,7 @@ def test_trouble_of_rank_0_ends_the_others_at_once(
     assert says in ranks[0].error and ranks[1].stderr == ""
 
 
-def test_trouble_of_another_rank_is_told_by_it(data: Path, tmp_path: Path, processes: Processes) -> None:
+def test_trouble_of_another_rank_is_told_by_rank_0(data: Path, tmp_path: Path, processes: Processes) -> None:
     """Its shard is damaged, as on a machine with its own copy of the data."""
     mine = tmp_path / "data"
     shutil.copytree(data, mine)
@@ -183,7 +184,8 @@ def test_trouble_of_another_rank_is_told_by_it(data: Path, tmp_path: Path, proce
     (mine / "train-00000.tokens.npy").write_bytes(content)
     ranks = start_ranks(processes, [train_arguments("swa-ssss", folder, tmp_path / "run") for folder in (data, mine)])
     assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
-    assert "train-00000.tokens.npy: damaged" in ranks[1].error and "maglev:" not in ranks[0].stderr
+    assert "rank 1: " in ranks[0].error and "train-00000.tokens.npy: damaged" in ranks[0].error
+    assert "maglev:" not in ranks[1].stderr
 
 
 MEASURED = """
@@ -208,8 +210,8 @@ def test_a_kernel_that_fails_on_one_rank_while_passes_are_tried_ends_both(
     arguments = train_arguments("swa-ssss", data, tmp_path / "run")
     ranks = start_ranks(processes, [arguments] * 2, MEASURED + on_rank(1, FAILING))
     assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
-    assert "a kernel failed on cpu: AcceleratorError: CUDA error: invalid argument" in ranks[1].error
-    assert ranks[0].stderr == ""
+    assert "rank 1: a kernel failed on cpu: AcceleratorError: CUDA error: invalid argument" in ranks[0].error
+    assert ranks[1].stderr == ""
 
 
 LATE = """
@@ -346,7 +348,7 @@ def test_memory_that_one_rank_lacks_where_both_meet_ends_them(data: Path, tmp_pa
     ranks = start_ranks(processes, [arguments] * 2, short)
     assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
     assert "out of memory on cpu with 2 rows" in ranks[1].error and "train.rows_per_pass=1" in ranks[1].error
-    assert "rank 0 lost another rank, whose own message says why" in ranks[0].error
+    assert "rank 0 lost another rank, which is gone: its own last message" in ranks[0].error
     found = checkpoint.newest(tmp_path / "run", pytest.fail)
     assert found is not None and found.step == 2
 
