@@ -22,12 +22,12 @@ from torch import Tensor
 
 from maglev import objectives
 from maglev.__main__ import main
-from maglev.config import OBJECTIVE_KINDS, ClosedMaglevConfig, ModelConfig, RunConfig
+from maglev.config import OBJECTIVE_KINDS, ClosedMaglevConfig, ModelConfig, RunConfig, SeparateMaglevConfig
 from maglev.model.decoder import Decoder
 from maglev.model.layers import Linear
 from maglev.objectives.closed_loop import ClosedLoopObjective
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss, token_mean
-from maglev.objectives.prefiller import SharedPrefiller
+from maglev.objectives.prefiller import Prefiller, SeparatePrefiller, SharedPrefiller
 from maglev.objectives.sweeps import Sweeps, scatter
 from maglev.recipes import RECIPES, Recipe
 from maglev.values import require
@@ -54,6 +54,7 @@ class LeversConfig(ClosedMaglevConfig):
     bring its memories to P's, or `own_target`, in these passes alone; `memory`: into P, to bring its memories to Q's.
     write_gate: m_t = a m_{t-1} + (1 - a) h_t, with a of every channel from h_t; at the start sigmoid(-4) in the first
     channel to sigmoid(write_gate) in the last. 0 is no gate.
+    separate: Q has blocks of its own, on P's embedding and readout; P's are then not asked to serve two networks.
     """
 
     kind: Literal["levers"] = "levers"  # type: ignore[assignment]
@@ -70,6 +71,7 @@ class LeversConfig(ClosedMaglevConfig):
     noise: float = 0.0
     stop: str = ""
     write_gate: float = 0.0
+    separate: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +114,7 @@ class WritingDecoder(Decoder):
 
 
 class LeversObjective(ClosedLoopObjective):
-    def __init__(self, decoder: Decoder, prefiller: SharedPrefiller, config: LeversConfig) -> None:
+    def __init__(self, decoder: Decoder, prefiller: Prefiller, config: LeversConfig) -> None:
         super().__init__(decoder, prefiller, config)
         self.config, self.stops = config, config.stop.split(",")
 
@@ -206,6 +208,9 @@ def build(config: RunConfig) -> LeversObjective:
     own, model = config.objective, config.model
     assert isinstance(own, LeversConfig)
     decoder = WritingDecoder(model, own.write_gate) if own.write_gate else Decoder(model)
+    if own.separate:
+        wanted = SeparateMaglevConfig(prefiller_pattern=own.prefiller_pattern)
+        return LeversObjective(decoder, SeparatePrefiller(model, wanted), own)
     return LeversObjective(decoder, SharedPrefiller(model, own.prefiller_pattern), own)
 
 

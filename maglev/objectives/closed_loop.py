@@ -13,14 +13,14 @@ from maglev.model.decoder import Decoder
 from maglev.model.late import LateDecoder, late_of
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss
 from maglev.objectives.maglev import MaglevObjective
-from maglev.objectives.prefiller import SharedPrefiller
+from maglev.objectives.prefiller import Prefiller
 from maglev.objectives.sweeps import Sweeps
 
 
 class ClosedLoopObjective(MaglevObjective):
     """What it reports beside the total is of the lifted pass, like Maglev's."""
 
-    def __init__(self, decoder: Decoder, prefiller: SharedPrefiller, config: ClosedMaglevConfig) -> None:
+    def __init__(self, decoder: Decoder, prefiller: Prefiller, config: ClosedMaglevConfig) -> None:
         super().__init__(decoder, prefiller, config.consistency_weight)
         self.prefiller_weight = config.prefiller_weight
         self.rollout, self.rollout_start = config.rollout, config.rollout_start
