@@ -83,10 +83,14 @@ def at_most_twice_the_error_of_plain_bfloat16(operation: Operation) -> None:
 
 
 SHAPES = [(32, 48), (48, 37), (64, 64), (33, 5), (256, 3), (300, 17)]
+BATCHES = [1, 2, 3, 5]
+if INTERPRETED:
+    # odd sizes and more than one chunk of columns: the interpreter takes its time
+    SHAPES, BATCHES = [(48, 37), (33, 5), (300, 17)], [1, 3]
 NAMES = list(product_operations(1, 2, 2))
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 def test_products_agree(name: str, batch: int, inputs: int, outputs: int) -> None:
