@@ -42,7 +42,10 @@ def check_injections(names: tuple[str, ...]) -> None:
     )
     for place in (get_args(WithTokens), ("slots",), get_args(IntoStream)):
         found = [name for name in names if name in place]
-        require(len(found) <= 1, f"model.injection is {given!r}; take one of {' and '.join(found)}, not both")
+        require(
+            len(found) <= 1,
+            f"model.injection is {given!r}; {' and '.join(found)} enter at one place: take one of them, once",
+        )
 
 
 # far beyond what any machine holds, and small enough that nothing overflows on the way to saying so

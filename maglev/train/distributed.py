@@ -25,8 +25,8 @@ except ImportError:
 
 # what Gloo's and NCCL's own errors have in common
 TRANSPORT = re.compile("gloo|nccl|ProcessGroup", re.IGNORECASE)
+TIMED_OUT = re.compile("timed?[ -]?out", re.IGNORECASE)
 # and those of a GPU, also where NCCL passes them on
-TIMED_OUT = re.compile("time-?d?[ -]?out", re.IGNORECASE)
 GPU_TROUBLE = re.compile("(CUDA|Triton|cuDNN|Frontend) (error|failure)", re.IGNORECASE)
 
 Result = TypeVar("Result")
