@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from maglev.config import ClosedMaglevConfig
+from maglev.inference.fast_step import FastDecoder
+from maglev.inference.stepper import EagerStepper
 from maglev.model.decoder import Decoder
 from maglev.model.init import generator_for
 from maglev.model.memory import shift_right
@@ -106,3 +108,16 @@ def gradients(loss: Tensor, module: nn.Module) -> dict[str, Tensor]:
         name: torch.zeros_like(parameter) if grad is None else grad
         for name, parameter, grad in zip(names, parameters, found, strict=True)
     }
+
+
+def watched(steps: Decoder | FastDecoder, tokens: Tensor) -> Tensor | None:
+    """How far the memory gates stand open in each step, where there are any. (B, T) -> (B, T)"""
+    stepper, found = EagerStepper(steps), []
+    stepper.begin(steps.initial_state(tokens.shape[0]), watched=True)
+    for token in tokens.T:
+        stepper.step(token, watched=True)
+        gates = stepper.gates()
+        if gates is None:
+            return None
+        found.append(gates)
+    return torch.stack(found, dim=1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,9 @@ Result = TypeVar("Result")
 
 def capture(work: Callable[[], Result], device: torch.device) -> tuple[Result, Callable[[], None]]:
     """What `work` returns, to be filled by each replay. Nothing of it is computed now; run it before, for what is
-    compiled or set up when it is first met. Where it fails, what failed first is raised, and all is as before."""
+    compiled or set up when it is first met. Where it fails, what failed first is raised, and all is as before.
+
+    A graph has addresses and keeps nothing alive: what `work` holds lives as long as what replays it."""
     graph, pool, before = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
     first: Exception | None = None
     # of another GPU than the current one nothing would be noted down: it would run, once
@@ -28,7 +30,11 @@ def capture(work: Callable[[], Result], device: torch.device) -> tuple[Result, C
         except Exception as error:
             give_up(pool, before)
             raise first or error from None
-    return result, graph.replay
+    return result, partial(play, graph, work)
+
+
+def play(graph: torch.cuda.CUDAGraph, kept: Callable[[], object]) -> None:
+    graph.replay()
 
 
 @cache

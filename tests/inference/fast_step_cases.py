@@ -10,9 +10,8 @@ from maglev.inference.reading import read_
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState, RingCache
 from maglev.ops import fused_decode, fused_product, fused_ring
-from tests.helpers import assert_same_state, random_tokens, small
+from tests.helpers import assert_same_state, random_tokens, small, watched
 from tests.inference.test_fast_step import BOTH, RECIPES, follow, ragged_state, tiny
-from tests.inference.test_gates import watched
 from tests.kernel_cases import DEVICE, INTERPRETED, round_like_the_gpu
 
 if INTERPRETED:

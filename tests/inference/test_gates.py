@@ -15,7 +15,7 @@ from maglev.model.memory import ResidualGate, shift_right
 from maglev.objectives import build
 from maglev.ops.inject import NORM_EPS
 from maglev.serve.rows import memory_facts
-from tests.helpers import VOCAB, random_tokens, small, step_through
+from tests.helpers import VOCAB, random_tokens, small, step_through, watched
 
 GATED = ["shared_kv", "layer_kv", "residual", "layer_residual"]
 
@@ -44,18 +44,6 @@ def gates_by_pass(decoder: Decoder, tokens: Tensor) -> Tensor:
         hook.remove()
     # those of the steps come first
     return torch.cat(found[-len(hooks) :], dim=-1).mean(-1)
-
-
-def watched(steps: Decoder | FastDecoder, tokens: Tensor) -> Tensor | None:
-    stepper, found = EagerStepper(steps), []
-    stepper.begin(steps.initial_state(tokens.shape[0]), watched=True)
-    for token in tokens.T:
-        stepper.step(token, watched=True)
-        gates = stepper.gates()
-        if gates is None:
-            return None
-        found.append(gates)
-    return torch.stack(found, dim=1)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
