@@ -23,11 +23,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from follow import CONTEXT, DEPTH, ROWS, WIDTH, fingerprint, trainer_of
+from follow import CONTEXT, DEPTH, ROWS, WIDTH, trainer_of
 
 from maglev import files
 from maglev.bench.clock import machine_facts
 from maglev.bench.jobs import Job, work_through
+from maglev.bench.sources import source_fingerprint
 from maglev.recipes import RECIPES
 from maglev.train.loop import Trainer
 
@@ -116,7 +117,7 @@ def main() -> None:
     serving = [recipe for recipe, row in results.items() if row["serves"]]
     print(f"kernels are as near to float32 as plain bfloat16 in {len(serving)} of {len(results)} recipes")
     facts = {"steps": asked.steps, "rows": asked.rows, "depth": DEPTH, "width": WIDTH, "context": CONTEXT}
-    facts |= machine_facts(device, torch.bfloat16) | {"sources": fingerprint(), "allowed": ALLOWED}
+    facts |= machine_facts(device, torch.bfloat16) | {"sources": source_fingerprint(), "allowed": ALLOWED}
     result = facts | {"serves": len(serving) == len(results), "recipes": results}
     if asked.out:
         files.write_text(asked.out, json.dumps(result))

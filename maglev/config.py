@@ -409,7 +409,6 @@ class TrainConfig:
             "keep_checkpoints",
             "log_every",
             "max_bad_steps",
-            "timeout",
         ):
             value = getattr(self, name)
             require(
@@ -422,7 +421,10 @@ class TrainConfig:
                 0 <= value <= LARGEST_COUNT,
                 f"train.{name} is {value}; it must not be negative and at most {LARGEST_COUNT:,}",
             )
-        require(self.timeout <= 10**6, f"train.timeout is {self.timeout}; it is in seconds, at most 1,000,000")
+        require(
+            1 <= self.timeout <= 10**6,
+            f"train.timeout is {self.timeout}; it is in seconds, at least 1 and at most 1,000,000",
+        )
         require(
             0 < self.tokens_per_parameter <= LARGEST_COUNT,
             f"train.tokens_per_parameter is {self.tokens_per_parameter}; "

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from maglev.bench.sources import source_fingerprint
 from maglev.bench.train_worker import Order, as_json, sizes_of
 from maglev.errors import RequestError, WorkError
 from maglev.recipes import PAPER_DEPTH, RECIPES, run_config
@@ -42,6 +43,8 @@ VARIANTS = {
 }
 SCALED = (BASELINE, "maglev-shared-0.1")
 MOST = 1 << 30
+# of a pass, where nothing is said: what keeps an H200 busy and leaves two passes room
+ROWS_UP_TO_12, ROWS_BEYOND = 32, 16
 # seconds for each point that a worker measures: one that hangs is not to take the others with it
 PATIENCE = 3600
 
@@ -52,13 +55,14 @@ Keep = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """`rows` 0 lets the trainer find the micro-batch that fits; `tokens` are those of a step, over all its passes."""
+    """`rows` 0 lets the trainer find the micro-batch that fits, None takes what suits the depth. `tokens` are those of
+    a step, over all its passes."""
 
     recipes: tuple[str, ...]
     depths: tuple[int, ...]
     context: int
     window: int
-    rows: int
+    rows: int | None
     tokens: int
     steps: int
     recompute: str
@@ -71,31 +75,37 @@ class TrainPlan:
             ("depth", self.depths, 1),
             ("context", (self.context,), 1),
             ("window", (self.window,), 1),
-            ("rows", (self.rows,), 0),
+            ("rows", tuple(map(self.rows_at, self.depths)), 0),
             ("tokens", (self.tokens,), 1),
             ("steps", (self.steps,), 1),
         ):
             for value in values:
                 if not least <= value <= MOST:
                     raise RequestError(f"--{name} has {value}; it must be at least {least} and at most {MOST:,}")
-        whole = self.context * max(1, self.rows)
-        if self.tokens % whole:
-            near = max(1, round(self.tokens / whole)) * whole
-            raise RequestError(
-                f"--tokens is {self.tokens}, not a multiple of rows x context = {whole}; set it to {near}"
-            )
+        for depth in self.depths:
+            whole = self.context * max(1, self.rows_at(depth))
+            if self.tokens % whole:
+                near = max(1, round(self.tokens / whole)) * whole
+                raise RequestError(
+                    f"--tokens is {self.tokens}, not a multiple of rows x context = {whole}; set it to {near}"
+                )
         # wrong names and sizes are to show before anything is measured
         for recipe in self.recipes:
             for depth in self.depths:
-                run_config(recipe.split("+")[0], depth, self.settings(recipe))
+                run_config(recipe.split("+")[0], depth, self.settings(recipe, depth))
 
-    def settings(self, recipe: str = "", **changed: Any) -> dict[str, Any]:
-        """Of a recipe, whose variants are those behind a plus."""
+    def rows_at(self, depth: int) -> int:
+        if self.rows is None:
+            return ROWS_UP_TO_12 if depth <= 12 else ROWS_BEYOND
+        return self.rows
+
+    def settings(self, recipe: str = "", depth: int | None = None, **changed: Any) -> dict[str, Any]:
+        """Of a recipe, whose variants are those behind a plus. At the first depth unless it is given."""
         own = {
             "model.context": self.context,
             "model.window": self.window,
             "model.vocab_size": self.vocab_size,
-            "train.rows_per_pass": self.rows,
+            "train.rows_per_pass": self.rows_at(depth or self.depths[0]),
             "train.tokens_per_step": self.tokens,
             "train.recompute": self.recompute,
             "train.products": self.products,
@@ -114,11 +124,12 @@ def train_plan(quick: bool = False, scaling: bool = False, **given: Any) -> Trai
     if quick:
         standard: dict[str, Any] = {"depths": (2,), "context": 64, "rows": 2, "steps": 1, "vocab_size": 256}
     else:
-        standard = {"depths": (12,) if scaling else (12, 20), "context": 2048, "rows": 16, "steps": 5}
-        standard["vocab_size"] = 32_768
+        standard = {"depths": (12,) if scaling else (12, 20), "context": 2048, "steps": 5, "vocab_size": 32_768}
+        standard["rows"] = ROWS_UP_TO_12 if scaling else None
     context, rows = chosen.get("context", standard["context"]), chosen.get("rows", standard["rows"])
     standard["window"] = max(1, context // 4)
-    one = context * max(1, rows)
+    # both numbers of rows divide the larger
+    one = context * max(1, ROWS_UP_TO_12 if rows is None else rows)
     # the optimizer's share is that of the paper's step, or as near to it as whole passes come
     standard["tokens"] = 2 * one if quick else (4 if scaling else max(1, round(524_288 / one))) * one
     standard |= {"recipes": SCALED if scaling else COMPARED, "recompute": "none", "products": "plain"}
@@ -176,7 +187,7 @@ def measure_train(plan: TrainPlan, device: str, watch: Watch, keep: Keep = lambd
     for depth in plan.depths:
         for recipe in plan.recipes:
             watch(f"{recipe}, depth {depth}")
-            settings = [plan.settings(recipe)]
+            settings = [plan.settings(recipe, depth)]
             order = Order(recipe.split("+")[0], depth, settings, plan.steps, device, plan.quick, time.time())
             rows += [row | {"recipe": recipe} for row in ask_worker(order, facts)]
             result = assemble("train", plan, rows, facts) | {"summary": summary(measured(rows))}
@@ -187,12 +198,13 @@ def measure_train(plan: TrainPlan, device: str, watch: Watch, keep: Keep = lambd
 def scaling_axes(plan: TrainPlan) -> dict[str, list[dict[str, Any]]]:
     """Four points each, from half to four times the plan: rows of a pass, layers at one width, context at one W."""
     depth, width = plan.depths[0], 64 * plan.depths[0]
+    asked = plan.rows_at(depth)
 
     def sizes(middle: int) -> list[int]:
         return sorted({max(1, middle // 2), middle, 2 * middle, 4 * middle})
 
     def point(rows: int, layers: int, context: int) -> dict[str, Any]:
-        passes = plan.tokens // (plan.context * plan.rows)
+        passes = plan.tokens // (plan.context * asked)
         return plan.settings(
             model__depth=layers,
             model__width=width,
@@ -202,7 +214,7 @@ def scaling_axes(plan: TrainPlan) -> dict[str, list[dict[str, Any]]]:
         )
 
     # half of the rows: four times as much still fits, and half as much is more than launches
-    few = max(1, plan.rows // 2)
+    few = max(1, asked // 2)
     return {
         "rows": [point(rows, depth, plan.context) for rows in sizes(few)],
         "layers": [point(few, layers, plan.context) for layers in sizes(depth)],
@@ -212,7 +224,7 @@ def scaling_axes(plan: TrainPlan) -> dict[str, list[dict[str, Any]]]:
 
 def measure_scaling(plan: TrainPlan, device: str, watch: Watch, keep: Keep = lambda result: None) -> dict[str, Any]:
     """Cost along each axis; the points of a model share a process and leave nothing to one another."""
-    if not plan.rows:
+    if not plan.rows_at(plan.depths[0]):
         raise RequestError("--rows is 0; the scaling curves need one number of rows")
     if any("+" in recipe for recipe in plan.recipes):
         raise RequestError("--scaling takes recipes without a plus; set --recompute or --products for all of them")
@@ -246,6 +258,7 @@ def assemble(name: str, plan: TrainPlan, rows: list[Row], facts: list[Row]) -> d
         "benchmark": name,
         "quick": plan.quick,
         "weights": "random",
+        "sources": source_fingerprint(),
         **machine,
         "depth": ", ".join(str(depth) for depth in plan.depths),
         "copy_bytes_per_s": copy,

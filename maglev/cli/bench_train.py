@@ -36,7 +36,7 @@ def train(
     context: Annotated[int | None, typer.Option("--context", help="Tokens of a row; 2048 unless given.")] = None,
     window: Annotated[int | None, typer.Option("--window", help="A quarter of the context unless given.")] = None,
     rows: Annotated[
-        int | None, typer.Option("--rows", help="Rows of a pass, the micro-batch; 16. 0: the most that fit.")
+        int | None, typer.Option("--rows", help="Rows of a pass; 32 up to depth 12, else 16. 0: what fits.")
     ] = None,
     tokens: Annotated[
         int | None, typer.Option("--tokens", help="Tokens of a step, over all its passes; 524288 unless given.")

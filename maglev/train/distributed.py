@@ -289,8 +289,11 @@ def largest_over_ranks(value: int) -> int:
         return int(largest)
 
 
-def all_agree(fingerprint: str, what: str = "configuration") -> None:
-    """Stop every rank with a WorkError where one of them holds another `what` than rank 0."""
+def all_agree(
+    fingerprint: str, what: str = "configuration", tell: Callable[[str, str], str] = lambda ours, theirs: ""
+) -> None:
+    """Stop every rank with a WorkError where one of them holds another `what` than rank 0; `tell` adds how two of
+    them differ."""
     if not dist.is_initialized():
         return
     digest = list(hashlib.sha256(fingerprint.encode()).digest())
@@ -298,9 +301,10 @@ def all_agree(fingerprint: str, what: str = "configuration") -> None:
     rows = gather_stack(mine).tolist()
     others = [str(rank) for rank, row in enumerate(rows) if row != rows[0]]
     if others:
+        texts = gather_texts(fingerprint)
         message = (
-            f"ranks do not agree on the {what}: rank {', '.join(others)} differs from rank 0; "
-            "start all of them with the same command, code and data"
+            f"ranks do not agree on the {what}: rank {', '.join(others)} differs from rank 0"
+            f"{tell(texts[int(others[0])], texts[0])}; start all of them with the same command, code and data"
         )
         raise WorkError(message) if dist.get_rank() == 0 else SaidElsewhere(message, 1)
 

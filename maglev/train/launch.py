@@ -1,6 +1,7 @@
 """`maglev train` as a function: check the request, start the ranks, run, leave the run folder whole."""
 
 import fcntl
+import json
 import os
 import uuid
 from collections.abc import Iterator
@@ -79,8 +80,8 @@ def see_run(run: Path, ranks: Ranks) -> None:
     def look() -> None:
         if not (run / name).exists():
             raise RequestError(
-                f"rank {ranks.rank} does not see what rank 0 writes into {run}; RUN must be a folder that all machines "
-                "see: choose another --out"
+                f"does not see what rank 0 writes into {run}; RUN must be a folder that all machines see: choose "
+                "another --out"
             )
 
     try:
@@ -148,6 +149,23 @@ def refuse_other_run(run: Path, before: RunConfig, now: RunConfig) -> None:
                 )
 
 
+def first_difference(ours: str, theirs: str) -> str:
+    """Of two configurations as JSON: the first setting that is not the same."""
+    one, other = (dict(leaves(json.loads(text))) for text in (ours, theirs))
+    for name in sorted(one.keys() | other.keys()):
+        if one.get(name) != other.get(name):
+            return f" in {name} ({one.get(name)} and {other.get(name)})"
+    return ""
+
+
+def leaves(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
 def longest_wait(settings: dict[str, Any]) -> timedelta:
     """Read ahead of all else, since it is how long ranks wait to meet, too. What is wrong with it is told later."""
     try:
@@ -182,7 +200,7 @@ def train(
         held.push(distributed.leave)
         held.enter_context(trouble_in_one_line(ranks.device))
         task, config = distributed.together(request)
-        distributed.all_agree(canonical_json(asdict(config)), "configuration")
+        distributed.all_agree(canonical_json(asdict(config)), "configuration", first_difference)
         distributed.all_agree(task.fingerprint, "data")
         if ranks.is_main and not run.exists():
             held.callback(remove_empty, run)

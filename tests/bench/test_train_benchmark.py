@@ -123,7 +123,9 @@ def test_each_axis_of_scaling_changes_one_size() -> None:
 
 def test_what_is_given_replaces_what_a_plan_has() -> None:
     plan = train_plan(depths=(4,), rows=None)
-    assert plan.depths == (4,) and plan.rows == 16 and plan.tokens == 524_288 and plan.recipes == COMPARED
+    assert plan.depths == (4,) and plan.tokens == 524_288 and plan.recipes == COMPARED
+    assert [plan.settings("swa-ssss", depth)["train.rows_per_pass"] for depth in (12, 20)] == [32, 16]
+    assert train_plan(rows=8).settings("swa-ssss", 20)["train.rows_per_pass"] == 8
     assert (plan.context, plan.window, plan.vocab_size) == (2048, 512, 32_768)
 
 
@@ -133,7 +135,7 @@ def test_what_is_given_replaces_what_a_plan_has() -> None:
         ({"depths": (0,)}, "--depth has 0"),
         ({"rows": -1}, "--rows has -1"),
         ({"steps": 0}, "--steps has 0"),
-        ({"tokens": 1000}, "set it to 32768"),
+        ({"tokens": 1000}, "set it to 65536"),
         ({"window": 4096}, "larger than model.context"),
         ({"recompute": "some"}, "one of none, selective, full"),
     ],

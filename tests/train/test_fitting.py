@@ -1,5 +1,6 @@
 """The micro-batch that fits: found by measuring, halved where memory runs out, named where the user fixed it."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -404,3 +405,23 @@ def test_lacking_memory_is_known_by_all_its_names() -> None:
     for other in (RuntimeError("out of resource: shared memory"), WorkError("out of memory, as was said")):
         with pytest.raises(type(other), match="memory"):
             sufficed(raising(other))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_with_little_memory_fewer_rows_are_taken(data: Path, tmp_path: Path) -> None:
+    """PyTorch gives no more than a share of the GPU's memory, and refuses the rest as it would on a full one."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    settings = SMALL | {"model.context": 1024, "model.window": 128, "train.tokens_per_step": 64 * 1024}
+    settings |= {"train.steps": 2, "train.device": "cuda", "train.validate_every": 0, "train.compile": "off"}
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(2**29 / total)
+    try:
+        launch.train("maglev-shared-0.1", data, tmp_path / "found", Unwatched(), depth=2, settings=settings)
+        state = json.loads((tmp_path / "found/checkpoints/step-00000002/state.json").read_text())
+        rows = state["rows_per_pass"]
+        assert 1 <= rows < 64
+        fixed = settings | {"train.rows_per_pass": 64}
+        with pytest.raises(WorkError, match=r"train\.rows_per_pass is 64 .* fit: set it to that"):
+            launch.train("maglev-shared-0.1", data, tmp_path / "fixed", Unwatched(), depth=2, settings=fixed)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -84,15 +84,19 @@ def test_ranks_that_disagree_say_so_once(data: Path, tmp_path: Path, processes: 
     (other / "index.json").write_text(json.dumps(index))
     for number, (mine, theirs, what) in enumerate(
         (
-            ((data, {}), (data, {"train.seed": 1}), "configuration"),
-            ((data, {}), (other, {}), "data"),
+            (
+                (data, {}),
+                (data, {"train.seed": 1}),
+                "configuration: rank 1 differs from rank 0 in train.seed (1 and 0)",
+            ),
+            ((data, {}), (other, {}), "data: rank 1 differs from rank 0"),
         )
     ):
         run = tmp_path / f"run{number}"
         arguments = [train_arguments("swa-ssss", folder, run, settings) for folder, settings in (mine, theirs)]
         ranks = start_ranks(processes, arguments)
         assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
-        assert f"ranks do not agree on the {what}: rank 1 differs from rank 0" in ranks[0].error
+        assert f"ranks do not agree on the {what}; start all of them" in ranks[0].error
         assert ranks[1].stderr == "" and not run.exists()
 
 
