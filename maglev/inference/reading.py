@@ -21,7 +21,7 @@ from maglev.model.chunk import Chunk, ChunkPass
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 
-# relative change of the memories under which a chunk counts as settled
+# relative distance of the memories from where they settle, under which a chunk counts as settled
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 LARGEST_CHUNK = 8192
 PASS_BUDGET = 24
@@ -153,13 +153,19 @@ def exact_positions(passes: int, stride: int) -> int:
 
 
 def have_settled(changes: list[Tensor], tolerance: float) -> Tensor:
-    """Which rows have, by the changes (B,) of all passes so far. -> (B,)"""
+    """Which rows have, by the changes (B,) of all passes so far. -> (B,)
+
+    Changes shrink by much the same factor from pass to pass. With the larger of the last two, what is still to come is
+    a geometric series: its sum is how far the memories are from where they settle.
+    """
     settled = changes[-1] <= tolerance
     if len(changes) < 3:
         return settled
     before, between, now = changes[-3:]
+    rate = torch.maximum(now / between, between / before)
+    ahead = torch.where(rate < 1, now * rate / (1 - rate), torch.inf)
     stalled = (now > STALLED * between) & (between > STALLED * before)
-    return settled | (stalled & (now <= ROUNDING * tolerance))
+    return settled | (ahead <= tolerance) | (stalled & (now <= ROUNDING * tolerance))
 
 
 def step_on_(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState) -> list[Tensor]:

@@ -161,6 +161,9 @@ def test_what_counts_as_settled() -> None:
         return bool(have_settled([torch.tensor([change]) for change in changes], 0.01))
 
     assert settled(1.0, 0.5, 0.01) and settled(0.005) and not settled(1.0, 0.5, 0.011)
+    # what is still to come is under it, at the slower of the last two rates
+    assert settled(1.0, 0.3, 0.09, 0.021) and not settled(1.0, 0.3, 0.09, 0.027) and not settled(1.0, 0.1, 0.06, 0.02)
+    assert not settled(1.0, 0.2, 0.21, 0.22)
     # rounding is left: the change does not fall any more, at a level that is near
     assert settled(1.0, 0.03, 0.0205, 0.02, 0.0199)
     assert not settled(1.0, 0.2, 0.19, 0.185) and not settled(1.0, 0.04, 0.03, 0.02)
