@@ -89,7 +89,7 @@ def maglev_separate_1() -> Recipe:
 
 
 def maglev_closed() -> Recipe:
-    return Recipe("SSSS", "kv", ClosedMaglevConfig())
+    return Recipe("SSSS", "kv", ClosedMaglevConfig(), "shared_kv+layer_residual")
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {

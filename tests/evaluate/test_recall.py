@@ -169,7 +169,7 @@ def test_recall_against_cost_is_a_curve_where_steps_alone_differ() -> None:
 
 def test_a_cost_is_told_in_that_of_the_papers_objective() -> None:
     paper, closed, swa = (rows_of(name, 0, 1.0)[0] for name in ("maglev-shared-1", "maglev-closed", "swa-ssss"))
-    assert paper["cost"] == 1 and 1.1 < closed["cost"] <= 1.2 and swa["cost"] < 0.7
+    assert paper["cost"] == 1 and 1.2 < closed["cost"] <= 1.3 and swa["cost"] < 0.7
     assert closed["cost"] == pytest.approx(closed["training_flops"] / paper["training_flops"], abs=1e-3)
 
 

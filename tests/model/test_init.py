@@ -25,7 +25,7 @@ def test_every_parameter_starts_as_documented(recipe: str) -> None:
             assert (value == 1).all(), name
         elif kind == "input_scale":
             assert (value == 0.1).all(), name
-        elif kind in ("output_proj", "down_proj", "local_gate", "memory_gate"):
+        elif kind in ("output_proj", "down_proj", "local_gate", "memory_gate", "residual_proj"):
             assert (value == 0).all(), name
         elif kind == "embedding":
             assert value.std().item() == pytest.approx(1, rel=0.02), name
@@ -59,6 +59,7 @@ def test_every_parameter_starts_as_documented(recipe: str) -> None:
     assert expected | {"output_proj", "up_proj", "down_proj"} <= kinds
     has_memory = recipe.startswith(("lrt", "maglev"))
     assert ({"memory_key_proj", "memory_value_proj", "local_gate", "memory_gate"} <= kinds) == has_memory
+    assert ("residual_proj" in kinds) == (recipe == "maglev-closed")
 
 
 def test_bridges_of_another_prefiller_width_keep_the_size_of_what_passes() -> None:

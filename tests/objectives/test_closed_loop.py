@@ -149,9 +149,9 @@ def test_a_step_costs_half_as_much_again_as_maglevs_once_rollouts_begin() -> Non
     config = run_config("maglev-closed", 4, settings)
     assert isinstance(config.objective, ClosedMaglevConfig)
     always = run_config("maglev-closed", 4, settings | {"objective.rollout_start": 0.0})
-    assert 1.45 < objective_flops(always) / paper < 1.5
+    assert 1.5 < objective_flops(always) / paper < 1.6
     # over a run as the recipe has it
-    assert 1.15 < objective_flops(config) / paper < 1.2
+    assert 1.2 < objective_flops(config) / paper < 1.3
 
 
 def test_passes_over_some_positions_share_what_is_compiled() -> None:
