@@ -45,6 +45,11 @@ class LeversConfig(ClosedMaglevConfig):
     start: what the first of all these reads: P's memories on Q's, or `zeros`.
     own_share_end, consistency_end: what `own_share` and `consistency_weight` have become at the end of training, in a
     straight line; below 0 they stay.
+    own_consistency, late_consistency: the consistency's weight in passes on own memories, and in the lifted pass once
+    there are such; below 0 they are `consistency_weight`.
+    steady: weight of how far memories of passes on own memories are from those of the lifted pass, which are taken as
+    they are: how little is to hang on the memory that is read.
+    blank: share of the rows whose lifted pass reads zeros in place of Q's memories.
     rise: pass i of n counts (i / n)^rise; 0 is all alike, 20 the last alone.
     late_lifted, late_prefiller: what the lifted pass, and Q's own loss in place of `prefiller_weight`, count once P
     goes over rows on its own memories; the second below 0 stays.
@@ -64,6 +69,10 @@ class LeversConfig(ClosedMaglevConfig):
     own_share: float = 1.0
     own_share_end: float = -1.0
     consistency_end: float = -1.0
+    own_consistency: float = -1.0
+    late_consistency: float = -1.0
+    steady: float = 0.0
+    blank: float = 0.0
     rise: float = 0.0
     late_lifted: float = 1.0
     late_prefiller: float = -1.0
@@ -75,10 +84,20 @@ class LeversConfig(ClosedMaglevConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("passes", "free", "rise", "late_lifted", "own_next_token", "noise", "own_share"):
+        for name in (
+            "passes",
+            "free",
+            "rise",
+            "late_lifted",
+            "own_next_token",
+            "noise",
+            "own_share",
+            "steady",
+            "blank",
+        ):
             value = getattr(self, name)
             require(value >= 0, f"objective.{name} is {value}; it must not be negative")
-        for name in ("own_share", "own_share_end"):
+        for name in ("own_share", "own_share_end", "blank"):
             value = getattr(self, name)
             require(value <= 1, f"objective.{name} is {value}; it is a share, at most 1")
         require(
@@ -126,12 +145,14 @@ class LeversObjective(ClosedLoopObjective):
     @property
     def stage(self) -> int:
         """A recorded pass is replayed as long as this stays: not where something moves with training."""
-        moving = self.config.noise or max(self.config.own_share_end, self.config.consistency_end) >= 0
+        moving = (
+            self.config.noise or self.config.blank or max(self.config.own_share_end, self.config.consistency_end) >= 0
+        )
         return self.number if moving else int(self.progress >= self.rollout_start)
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
         config, embedded = self.config, self.decoder.embedding(tokens)
-        if config.noise:
+        if config.noise or config.blank:
             # the same in a run that was interrupted: a step is a function of its number
             self.chance = torch.Generator(tokens.device).manual_seed(self.number)
         target_memory = self.prefiller(tokens, self.decoder, documents.attention_starts, embedded)  # (B, T, D)
@@ -140,10 +161,12 @@ class LeversObjective(ClosedLoopObjective):
         for some in (slice(0, rows), slice(rows, len(tokens))):
             if len(tokens[some]):
                 sweeps = Sweeps(self.decoder, tokens[some], rows_of(documents, some))
-                memory = sweeps.run(self.noisy(target_memory[some]), range(tokens.shape[1]), embedded[some])
+                given = self.blanked(self.noisy(target_memory[some]))
+                memory = sweeps.run(given, range(tokens.shape[1]), embedded[some])
                 parts.append(memory)
                 own = own or sweeps
-        lifted = self.weighed(torch.cat(parts), target_memory, targets, 1.0, "target")
+        late = config.late_consistency if rows else -1.0
+        lifted = self.weighed(torch.cat(parts), target_memory, targets, 1.0, "target", late)
         total, prefiller_weight = lifted.total, config.prefiller_weight
         if rows and own is not None:
             found = self.on_own_memories(own, parts[0], target_memory[:rows], targets[:rows], embedded[:rows])
@@ -156,7 +179,7 @@ class LeversObjective(ClosedLoopObjective):
     def on_own_memories(
         self, sweeps: Sweeps, memory: Tensor, target_memory: Tensor, targets: Tensor, embedded: Tensor
     ) -> Tensor:
-        config = self.config
+        config, before = self.config, memory.detach()
         if config.start == "zeros":
             memory = torch.zeros_like(memory)
         with torch.no_grad():
@@ -171,16 +194,22 @@ class LeversObjective(ClosedLoopObjective):
             for first in range(min(config.rollout, memory.shape[1])):
                 positions = range(first, memory.shape[1], config.rollout)
                 memory = scatter(memory, sweeps.run(self.noisy(memory), positions, embedded), positions)
-            found = self.weighed(memory, target_memory, targets, config.own_next_token, "own_target")
-            total = total + (number / config.passes) ** config.rise * found.total
+            given = config.own_next_token, "own_target", config.own_consistency
+            found = self.weighed(memory, target_memory, targets, *given).total
+            if config.steady:
+                found = found + config.steady * token_mean(self.consistency(memory, before), targets)
+            total = total + (number / config.passes) ** config.rise * found
         return total
 
-    def weighed(self, memory: Tensor, target_memory: Tensor, targets: Tensor, share: float, stop: str) -> Losses:
+    def weighed(
+        self, memory: Tensor, target_memory: Tensor, targets: Tensor, share: float, stop: str, weight: float
+    ) -> Losses:
         next_token = next_token_loss(self.decoder, memory, targets)
         target_memory = target_memory.detach() if {stop, "target"} & set(self.stops) else target_memory
         memory = memory.detach() if "memory" in self.stops else memory
         apart = token_mean(self.consistency(memory, target_memory), targets)
-        weight = self.between(self.consistency_weight, self.config.consistency_end)
+        if weight < 0:
+            weight = self.between(self.consistency_weight, self.config.consistency_end)
         return Losses(share * next_token + weight * apart, next_token, apart)
 
     def between(self, first: float, last: float) -> float:
@@ -197,6 +226,12 @@ class LeversObjective(ClosedLoopObjective):
             return memory
         noise = torch.randn(memory.shape, generator=self.chance, dtype=memory.dtype, device=memory.device)
         return memory + self.config.noise * noise
+
+    def blanked(self, memory: Tensor) -> Tensor:
+        if not self.config.blank:
+            return memory
+        kept = torch.rand(len(memory), 1, 1, generator=self.chance, device=memory.device) >= self.config.blank
+        return torch.where(kept, memory, 0)
 
 
 def rows_of(documents: Documents, some: slice) -> Documents:

@@ -14,7 +14,7 @@ from maglev.errors import RequestError
 from maglev.model.accounting import objective_flops
 from maglev.model.memory import shift_right
 from maglev.objectives import build
-from maglev.objectives.losses import next_token_loss
+from maglev.objectives.losses import next_token_loss, token_mean
 from tests.helpers import assert_parallel_is_stepped, batch_of, gradients, random_weights, small
 from tests.scripts import load_script
 
@@ -69,6 +69,43 @@ def test_late_in_training_the_loop_alone_may_count() -> None:
         expected = both.total - (1 - lifted_share) * lifted
         expected = expected + prefiller_weight * next_token_loss(objective.decoder, memory, batch[1])
         torch.testing.assert_close(objective(*batch).total, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("script")
+def test_what_holds_the_memories_of_the_loop_is_weighed_by_itself() -> None:
+    tokens, targets = batch_of(3, 14)
+    weights = {"own_consistency": 0.7, "late_consistency": 0.4, "steady": 0.9}
+    objective, plain = (levers(rollout=14, prefiller_weight=0, **own) for own in (weights, {}))
+    lifted, target_memory = plain.lifted(tokens)
+    # a rollout over the whole row: stepping, from a first step that reads nothing
+    state, steps = plain.decoder.initial_state(3), []
+    for token in tokens.T:
+        memory, state = plain.decoder.step(token, state)
+        steps.append(memory)
+    own = torch.stack(steps, dim=1)
+
+    def apart(memory: Tensor, target: Tensor) -> Tensor:
+        return token_mean(plain.consistency(memory, target), targets)
+
+    expected = next_token_loss(plain.decoder, lifted, targets) + 0.4 * apart(lifted, target_memory)
+    expected = expected + next_token_loss(plain.decoder, own, targets) + 0.7 * apart(own, target_memory)
+    expected = expected + 0.9 * apart(own, lifted)
+    torch.testing.assert_close(objective(tokens, targets).total, expected, rtol=0, atol=1e-10)
+    # before rollouts begin there is the lifted pass alone, as it was
+    objective.progress, objective.rollout_start = 0.3, 0.5
+    before = objective.compare(lifted, target_memory, targets).total
+    torch.testing.assert_close(objective(tokens, targets).total, before, rtol=0, atol=1e-10)
+
+
+@pytest.mark.usefixtures("script")
+def test_blank_rows_read_zeros_in_the_lifted_pass() -> None:
+    tokens, targets = batch_of(3, 14)
+    objective = levers(blank=1.0, rollout_start=0.9, prefiller_weight=0)
+    objective.progress = 0.0
+    target_memory = objective.prefiller(tokens, objective.decoder)
+    memory = objective.decoder(tokens, torch.zeros_like(target_memory))
+    expected = objective.compare(memory, target_memory, targets).total
+    torch.testing.assert_close(objective(tokens, targets).total, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("script")
@@ -140,7 +177,9 @@ def test_gradients_stop_where_they_are_told() -> None:
     assert not reached(1, **free, stop="target") and not reached(1, **free, stop="own_target")
     # what is left is Q's side alone
     objective = levers(prefiller_weight=0, own_next_token=0, stop="memory", **free)
-    found = objective.weighed(torch.randn(2, 12, 16).double().requires_grad_(), torch.randn(2, 12, 16), targets, 0, "")
+    found = objective.weighed(
+        torch.randn(2, 12, 16).double().requires_grad_(), torch.randn(2, 12, 16), targets, 0, "", -1.0
+    )
     assert found.consistency.requires_grad is False
 
 
