@@ -47,8 +47,6 @@ class LeversConfig(ClosedMaglevConfig):
     straight line; below 0 they stay.
     own_consistency, late_consistency: the consistency's weight in passes on own memories, and in the lifted pass once
     there are such; below 0 they are `consistency_weight`.
-    steady: weight of how far memories of passes on own memories are from those of the lifted pass, which are taken as
-    they are: how little is to hang on the memory that is read.
     blank: share of the rows whose lifted pass reads zeros in place of Q's memories.
     rise: pass i of n counts (i / n)^rise; 0 is all alike, 20 the last alone.
     late_lifted, late_prefiller: what the lifted pass, and Q's own loss in place of `prefiller_weight`, count once P
@@ -71,7 +69,6 @@ class LeversConfig(ClosedMaglevConfig):
     consistency_end: float = -1.0
     own_consistency: float = -1.0
     late_consistency: float = -1.0
-    steady: float = 0.0
     blank: float = 0.0
     rise: float = 0.0
     late_lifted: float = 1.0
@@ -92,7 +89,6 @@ class LeversConfig(ClosedMaglevConfig):
             "own_next_token",
             "noise",
             "own_share",
-            "steady",
             "blank",
         ):
             value = getattr(self, name)
@@ -197,7 +193,7 @@ class LeversObjective(ClosedLoopObjective):
             given = config.own_next_token, "own_target", config.own_consistency
             found = self.weighed(memory, target_memory, targets, *given).total
             if config.steady:
-                found = found + config.steady * token_mean(self.consistency(memory, before), targets)
+                found = found + config.steady * token_mean(self.consistency(memory, before)[:, 1:], targets[:, 1:])
             total = total + (number / config.passes) ** config.rise * found
         return total
 

@@ -91,6 +91,7 @@ BAD_SETTINGS = [
     ("maglev-separate-1", "objective.consistency_weight", "-1"),
     ("maglev-separate-1", "objective.prefiller_pattern", "XYZ"),
     ("maglev-closed", "objective.prefiller_weight", "-1"),
+    ("maglev-closed", "objective.steady", "-1"),
     ("maglev-closed", "objective.rollout", "0"),
     ("maglev-closed", "objective.rollout", "-4"),
     ("maglev-closed", "objective.rollout", "1.5"),

@@ -6,15 +6,18 @@ gradients through all of it: from a token's prediction to the memories that were
 too: that is what makes its memories worth reading.
 """
 
+import torch
 from torch import Tensor
 
 from maglev.config import ClosedMaglevConfig
 from maglev.model.decoder import Decoder
 from maglev.model.late import LateDecoder, late_of
-from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss
+from maglev.model.memory import shift_right
+from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss, token_mean
 from maglev.objectives.maglev import MaglevObjective
 from maglev.objectives.prefiller import Prefiller
 from maglev.objectives.sweeps import Sweeps
+from maglev.ops.loss import IGNORED
 
 
 class ClosedLoopObjective(MaglevObjective):
@@ -23,7 +26,7 @@ class ClosedLoopObjective(MaglevObjective):
     def __init__(self, decoder: Decoder, prefiller: Prefiller, config: ClosedMaglevConfig) -> None:
         super().__init__(decoder, prefiller, config.consistency_weight)
         self.prefiller_weight = config.prefiller_weight
-        self.rollout, self.rollout_start = config.rollout, config.rollout_start
+        self.rollout, self.rollout_start, self.steady = config.rollout, config.rollout_start, config.steady
         # a tuple, for what it holds is the decoder's
         self.late: tuple[LateDecoder | None] = (None,)
 
@@ -41,8 +44,13 @@ class ClosedLoopObjective(MaglevObjective):
         total = lifted.total
         if self.stage:
             self.late = (late_of(self.decoder, self.late[0]),)
-            memory = sweeps.rollout(memory, self.rollout, embedded, self.late[0])
-            total = total + self.compare(memory, target_memory, targets).total
+            own_memory = sweeps.rollout(memory, self.rollout, embedded, self.late[0])
+            total = total + self.compare(own_memory, target_memory, targets).total
+            if self.steady:
+                # where no memory is read the two are the same, and what lies between them is rounding
+                reads = shift_right(torch.ones_like(memory[..., :1]), documents.memory_keep).squeeze(-1) > 0
+                apart = self.consistency(own_memory, memory.detach())
+                total = total + self.steady * token_mean(apart, targets.masked_fill(~reads, IGNORED))
         if self.prefiller_weight:
             total = total + self.prefiller_weight * next_token_loss(self.decoder, target_memory, targets)
         return Losses(total, lifted.next_token, lifted.consistency)

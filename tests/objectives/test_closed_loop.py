@@ -13,6 +13,7 @@ from torch import Tensor
 from maglev.config import ClosedMaglevConfig
 from maglev.model.accounting import objective_flops
 from maglev.objectives import Objective
+from maglev.objectives.losses import Documents
 from maglev.recipes import run_config
 from tests.helpers import batch_of, gradients, random_tokens, small
 from tests.objectives.equations import Cache, Network, Weights, cross_entropy, embed, run_stack
@@ -21,11 +22,11 @@ WIDTH, HEADS, KV_HEADS = 16, 2, 1
 WINDOW, CONTEXT = 3, 20
 
 
-def closed(rollout: int, weight: float = 0.5) -> Objective:
+def closed(rollout: int, weight: float = 0.5, steady: float = 0.0) -> Objective:
     return small(
         "maglev-closed", depth=2, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, window=WINDOW, context=CONTEXT,
         objective_rollout=rollout, objective_prefiller_weight=weight, objective_consistency_weight=0.3,
-        injection="shared_kv",
+        injection="shared_kv", objective_steady=steady,
     )  # fmt: skip
 
 
@@ -50,7 +51,9 @@ def naive_memories(weights: Weights, tokens: list[int], rollout: int) -> tuple[d
     return found[0], found[1], found[-1]
 
 
-def naive_loss(weights: Weights, tokens: Tensor, targets: Tensor, rollout: int, weight: float) -> Tensor:
+def naive_loss(
+    weights: Weights, tokens: Tensor, targets: Tensor, rollout: int, weight: float, steady: float = 0.0
+) -> Tensor:
     rows = [naive_memories(weights, row, rollout) for row in tokens.tolist()]
     valid = [(row, t) for row, t in torch.nonzero(targets >= 0).tolist()]
 
@@ -62,19 +65,27 @@ def naive_loss(weights: Weights, tokens: Tensor, targets: Tensor, rollout: int, 
         each = [(rows[row][which][t] - rows[row][0][t]).square().mean().sqrt() for row, t in valid]
         return torch.stack(each).mean()
 
-    return nats(1) + nats(2) + 0.3 * (apart(1) + apart(2)) + weight * nats(0)
+    def moved() -> Tensor:
+        """By what was read, so not where nothing is."""
+        each = [(rows[row][2][t] - rows[row][1][t].detach()).square().mean().sqrt() for row, t in valid if t]
+        return torch.stack(each).mean()
+
+    return nats(1) + nats(2) + 0.3 * (apart(1) + apart(2)) + weight * nats(0) + (steady * moved() if steady else 0)
 
 
 @pytest.mark.parametrize(
-    ("rollout", "length", "weight"), [(1, 7, 0.5), (2, 9, 0.5), (3, 8, 0.0), (4, 10, 0.5), (9, 5, 1)]
+    ("rollout", "length", "weight", "steady"),
+    [(1, 7, 0.5, 0), (2, 9, 0.5, 0), (3, 8, 0.0, 0.7), (4, 10, 0.5, 0), (9, 5, 1, 0), (4, 9, 0.5, 2)],
 )
-def test_the_objective_and_the_gradient_of_every_parameter(rollout: int, length: int, weight: float) -> None:
-    objective = closed(rollout, weight)
+def test_the_objective_and_the_gradient_of_every_parameter(
+    rollout: int, length: int, weight: float, steady: float
+) -> None:
+    objective = closed(rollout, weight, steady)
     tokens, targets = batch_of(2, length)
     targets[0, 3] = targets[1, 0] = -1
     weights = dict(objective.named_parameters())
     total = objective(tokens, targets).total
-    expected = naive_loss(weights, tokens, targets, rollout, weight)
+    expected = naive_loss(weights, tokens, targets, rollout, weight, steady)
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-11)
     mine, theirs = gradients(total, objective), gradients(expected, objective)
     for name in mine:
@@ -92,6 +103,20 @@ def test_what_is_reported_is_the_lifted_pass() -> None:
     lifted, found = objective.compare(memory, target_memory, batch[1]), objective(*batch)
     torch.testing.assert_close(found.next_token, lifted.next_token, rtol=0, atol=1e-12)
     torch.testing.assert_close(found.consistency, lifted.consistency, rtol=0, atol=1e-12)
+
+
+def test_what_reads_no_memory_is_steady_as_it_is() -> None:
+    """There the memories of the two passes differ by rounding, whose direction is not to be followed."""
+    tokens, targets = batch_of(2, 9)
+    keep = torch.ones_like(tokens, dtype=torch.bool)
+    keep[:, 4] = False
+    plain, steady, large = (closed(rollout=3, steady=weight) for weight in (0.0, 1.0, 1e9))
+    some, none = Documents(memory_keep=keep), Documents(memory_keep=torch.zeros_like(keep))
+    assert large(tokens, targets, none).total == plain(tokens, targets, none).total
+    added = steady(tokens, targets, some).total - plain(tokens, targets, some).total
+    only_target = torch.full_like(targets, -1)
+    only_target[:, 4] = targets[:, 4]
+    assert added > 0.01 and large(tokens, only_target, some).total == plain(tokens, only_target, some).total
 
 
 def test_rollouts_begin_when_they_are_to() -> None:
