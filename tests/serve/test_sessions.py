@@ -302,6 +302,10 @@ def kill_while_saving(processes: Processes, run: Path, folder: Path, lm: Languag
         savers = Savers(server, round)
         for thread in savers.threads:
             thread.start()
+        # a state to lose: a busy machine takes longer for the first than the delays are
+        patience = time.monotonic() + 60
+        while not round and not savers.acknowledged and time.monotonic() < patience:
+            time.sleep(0.01)
         time.sleep(delays.uniform(0.0, 0.3))
         server.process.kill()
         server.process.wait()
