@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from maglev.data.shards import open_data
 from maglev.errors import RequestError
 from maglev.recipes import run_config
 from maglev.runs import BAD_BATCHES, CONFIG, RECALL, TOKENIZER, read_config
+from maglev.settings import setting_values
 from maglev.train import distributed
 from maglev.train.distributed import Ranks
 from maglev.train.fitting import trouble_in_one_line
@@ -150,20 +150,10 @@ def refuse_other_run(run: Path, before: RunConfig, now: RunConfig) -> None:
 
 
 def first_difference(ours: str, theirs: str) -> str:
-    """Of two configurations as JSON: the first setting that is not the same."""
-    one, other = (dict(leaves(json.loads(text))) for text in (ours, theirs))
-    for name in sorted(one.keys() | other.keys()):
-        if one.get(name) != other.get(name):
-            return f" in {name} ({one.get(name)} and {other.get(name)})"
-    return ""
-
-
-def leaves(values: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
+    """Of two sets of settings as JSON: the first that is not the same."""
+    one, other = json.loads(ours), json.loads(theirs)
+    name = next(name for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name))
+    return f" in {name} ({one.get(name)} and {other.get(name)})"
 
 
 def longest_wait(settings: dict[str, Any]) -> timedelta:
@@ -200,7 +190,8 @@ def train(
         held.push(distributed.leave)
         held.enter_context(trouble_in_one_line(ranks.device))
         task, config = distributed.together(request)
-        distributed.all_agree(canonical_json(asdict(config)), "configuration", first_difference)
+        everything = {"recipe": config.recipe} | setting_values(config)
+        distributed.all_agree(canonical_json(everything), "configuration", first_difference)
         distributed.all_agree(task.fingerprint, "data")
         if ranks.is_main and not run.exists():
             held.callback(remove_empty, run)
