@@ -109,7 +109,7 @@ def plot_decode(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_read(result: dict[str, Any], path: Path) -> None:
-    """Passes by chunk, and the relative change of the memories by pass."""
+    """Passes by block, and the relative change of the memories by pass."""
 
     def draw(figure: "Figure") -> None:
         from matplotlib.ticker import MaxNLocator
@@ -124,11 +124,12 @@ def plot_read(result: dict[str, Any], path: Path) -> None:
             moved = [(number, value) for number, value in enumerate(row["largest_change_by_pass"], 1) if value > 0]
             if moved:
                 change.plot(*zip(*moved), marker="o", color=colour, label=label)
-            for (stride, errors), line in zip(row["distance_to_stepping_by_pass"].items(), (":", "--"), strict=False):
-                change.plot(range(1, len(errors) + 1), errors, line, color=colour, label=f"to stepping, {stride}")
+            errors = row["distance_to_stepping_by_pass"]
+            if errors:
+                change.plot(range(1, len(errors) + 1), errors, ":", color=colour, label="distance to stepping")
             if moved:
                 change.legend()
-        passes.set_xlabel("chunk")
+        passes.set_xlabel("block")
         passes.set_ylabel(f"passes ({result['passes_are']})")
         passes.set_ylim(bottom=0)
         passes.legend()

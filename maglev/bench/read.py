@@ -17,18 +17,17 @@ from maglev.bench.limits import machine_rates
 from maglev.bench.models import full_state, random_decoder, swa_twin
 from maglev.errors import RequestError
 from maglev.inference.fast_step import FastDecoder, fastest
-from maglev.inference.reading import STRIDE, ReadingReport, chunk_of, default_chunk, one_pass, read_
+from maglev.inference.reading import BLOCKS, ReadingReport, default_block, read_
 from maglev.model.accounting import pass_flops
 from maglev.model.decoder import Decoder
 
 # About what a trained decoder needs from zeros in bfloat16. What random weights settle to says nothing, and where they
 # do not settle, steps would be timed instead: with them passes are counted, not needed.
-PASSES = 6
+PASSES = 4
 # passes shown beyond those that reading took, so that a curve shows where it ends
 BEYOND = 2
-# positions that are also stepped, to see how far passes are from there
-COMPARED = 1024
-STRIDES = (1, 4)
+# blocks that are also stepped, to see how far passes are from there
+COMPARED = 8
 LONGEST = 1 << 24
 
 Row = dict[str, Any]
@@ -37,12 +36,12 @@ Watch = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """`passes` None reads until the memories settle, as a user does; a number fixes the passes over every chunk."""
+    """`passes` None reads until the memories settle, as a user does; a number fixes the passes over every block."""
 
     tokens: int
     passes: int | None
-    chunk: int | None
-    stride: int | None
+    block: int | None
+    blocks: int | None
     steps: int
     repeats: int
     quick: bool = False
@@ -51,8 +50,8 @@ class ReadPlan:
         for name, value, least in (
             ("tokens", self.tokens, 1),
             ("passes", self.passes, 1),
-            ("chunk", self.chunk, 1),
-            ("stride", self.stride, 1),
+            ("block", self.block, 1),
+            ("blocks", self.blocks, 1),
             ("steps", self.steps, 1),
             ("repeats", self.repeats, 1),
         ):
@@ -61,10 +60,10 @@ class ReadPlan:
 
 
 def read_plan(quick: bool = False, **given: int | None) -> ReadPlan:
-    """What is not given (None) is that of a full or a quick run; passes, chunk and stride stay open."""
+    """What is not given (None) is that of a full or a quick run; passes and blocks stay open."""
     full = {"tokens": 16_384, "steps": 256, "repeats": 5}
     small = {"tokens": 100, "steps": 4, "repeats": 2}
-    open_ended: dict[str, int | None] = {"passes": None, "chunk": None, "stride": None}
+    open_ended: dict[str, int | None] = {"passes": None, "block": None, "blocks": None}
     chosen = {key: value for key, value in given.items() if value is not None}
     return ReadPlan(**(open_ended | (small if quick else full) | chosen), quick=quick)  # type: ignore[arg-type]
 
@@ -107,13 +106,15 @@ def measure_read(
 def measure_model(
     name: str, weights: str, decoder: Decoder, tokens: Tensor, plan: ReadPlan, matrix_flops: float, watch: Watch
 ) -> Row:
-    chunk = plan.chunk or default_chunk(decoder.config)
+    block, blocks = default_block(decoder.config), 1
+    if decoder.injection is not None:
+        block, blocks = plan.block or block, plan.blocks or BLOCKS
     # what the engine reads with
     reader = fastest(decoder)
     reports: list[ReadingReport] = []
 
     def read(passes: int | None) -> ReadingReport:
-        return read_(reader, tokens, decoder.initial_state(1), chunk=chunk, passes=passes, stride=plan.stride)
+        return read_(reader, tokens, decoder.initial_state(1), block=block, blocks=blocks, passes=passes)
 
     watch(f"{name}: reading")
     reset_peak(decoder.device)
@@ -123,22 +124,22 @@ def measure_model(
     watch(f"{name}: relative change by pass")
     changes = read(plan.passes or max(report.passes) + BEYOND).changes
     watch(f"{name}: distance to stepping by pass")
-    distances = {}
+    distances: list[float] = []
     # random weights need not contract, and then no two orders of arithmetic agree
     if weights == "trained" and changes[0]:
-        distances = distance_by_pass(reader, tokens[:, : min(chunk, COMPARED)], len(changes[0]) + BEYOND)
+        distances = distance_by_pass(reader, tokens[:, : COMPARED * block], block, blocks, len(changes[0]) + BEYOND)
     watch(f"{name}: {plan.steps} steps")
     step_s = step_seconds(decoder, plan)
     length = tokens.shape[1]
-    flops = flops_of(decoder, length, chunk, report.passes)
+    flops = report.computed * pass_flops(decoder.config, 0, length) / length
     return {
         "model": name,
         "weights": weights,
         "tokens": length,
-        "chunk": chunk,
-        "stride": plan.stride or STRIDE[decoder.compute_dtype],
+        "block": block,
+        "blocks": blocks,
         "passes": report.passes,
-        "passes_per_token": sum(n * size for n, size in zip(report.passes, chunks(length, chunk))) / length,
+        "passes_per_token": report.passes_per_token,
         "stepped": report.stepped,
         "seconds": taken,
         "tokens_per_s": length / taken,
@@ -155,36 +156,23 @@ def measure_model(
     }
 
 
-def distance_by_pass(reader: Decoder | FastDecoder, tokens: Tensor, passes: int) -> dict[str, list[float]]:
-    """||m - m*|| / ||m*|| after each pass over the start of the prompt, m* being the memories of single steps; by how
-    many positions lie between those computed together."""
+def distance_by_pass(
+    reader: Decoder | FastDecoder, tokens: Tensor, block: int, blocks: int, passes: int
+) -> list[float]:
+    """||m - m*|| / ||m*|| of the start of the prompt, m* being the memories of single steps, when all of it is read
+    with one pass over every block, with two, and so on."""
     state = reader.initial_state(1)
-    stepped = torch.stack([reader.step_(token[None], state).clone() for token in tokens[0]], dim=1)  # (1, T, D)
-    found = {}
-    for stride in STRIDES:
-        chunk, memory = chunk_of(reader, tokens, reader.initial_state(1)), torch.zeros_like(stepped)
-        errors = []
-        for number in range(passes):
-            memory = one_pass(chunk, memory, stride if number else 1)
-            errors.append(float((memory - stepped).float().norm() / stepped.float().norm()))
-        found[f"stride {stride}"] = errors
+    stepped = torch.stack([reader.step_(token[None], state).clone() for token in tokens[0]], dim=1).float()  # (1, T, D)
+    found = []
+    for number in range(1, passes + 1):
+        memories: list[Tensor] = []
+        read_(reader, tokens, reader.initial_state(1), block=block, blocks=blocks, passes=number, memories=memories)
+        found.append(float((torch.cat(memories, dim=1).float() - stepped).norm() / stepped.norm()))
     return found
 
 
-def chunks(length: int, chunk: int) -> list[int]:
-    return [min(chunk, length - first) for first in range(0, length, chunk)]
-
-
-def flops_of(decoder: Decoder, length: int, chunk: int, passes: list[int]) -> float:
-    firsts = range(0, length, chunk)
-    return sum(
-        number * pass_flops(decoder.config, first, size)
-        for number, first, size in zip(passes, firsts, chunks(length, chunk), strict=True)
-    )
-
-
 def largest_by_pass(changes: list[list[float]]) -> list[float]:
-    """Over the chunks: the slowest one decides how many passes it takes."""
+    """Over the blocks: the slowest one decides how many passes it takes."""
     return [max(each) for each in zip(*changes, strict=True)]
 
 

@@ -80,11 +80,11 @@ def read(
     ] = None,
     passes: Annotated[
         int | None,
-        typer.Option("--passes", help="Always so many per chunk; a recipe's random weights have 6 unless given."),
+        typer.Option("--passes", help="Always so many per block; a recipe's random weights have 4 unless given."),
     ] = None,
-    chunk: Annotated[int | None, typer.Option("--chunk", help="Positions per chunk; as far as a pass carries.")] = None,
-    stride: Annotated[
-        int | None, typer.Option("--stride", help="A pass computes every so-many-th position at a time; by precision.")
+    block: Annotated[int | None, typer.Option("--block", help="Positions of a block; a window unless given.")] = None,
+    blocks: Annotated[
+        int | None, typer.Option("--blocks", help="Blocks that a pass goes over, 4 unless given; 1: one after another.")
     ] = None,
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", metavar="FILE", help="What a run reads; Python's docs unless given.")
@@ -105,7 +105,7 @@ def read(
 
     random = is_recipe(run_or_recipe)
     plan = read_plan(
-        quick, tokens=tokens, passes=PASSES if random and passes is None else passes, chunk=chunk, stride=stride
+        quick, tokens=tokens, passes=PASSES if random and passes is None else passes, block=block, blocks=blocks
     )
     place, precision = resolve(device, dtype)
     if random:

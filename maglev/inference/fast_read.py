@@ -19,41 +19,42 @@ class FastChunk(Chunk):
     """On a GPU the launches of a pass are recorded once per shape; what is shorter or has fewer rows is padded to the
     next shape, which its positions do not see."""
 
-    def __init__(self, fast: FastDecoder, tokens: Tensor, state: DecoderState) -> None:
-        self.fast = fast
-        self.recorded = recorded_passes(fast, tokens, state) if records(fast.device) else None
-        spans = None if self.recorded is None else [span.first_rows(len(tokens)) for span in self.recorded.spans]
-        super().__init__(tokens, state, spans)
+    def __init__(self, fast: FastDecoder, tokens: Tensor, state: DecoderState, room: int | None = None) -> None:
+        self.fast, rows = fast, len(tokens)
+        room = max(room or 0, tokens.shape[1])
+        self.recorded = recorded_passes(fast, rows, room, state) if records(fast.device) else None
+        spans = None if self.recorded is None else [span.first_rows(rows) for span in self.recorded.spans]
+        super().__init__(tokens, state, room, spans)
         if self.recorded is not None:
-            self.recorded.take(tokens, state.position)
+            self.recorded.take(tokens, self.position)
 
-    def compute(self, subset: range, previous_memory: Tensor | None) -> Tensor:
+    def advance_(self, count: int, tokens: Tensor) -> None:
+        super().advance_(count, tokens)
         if self.recorded is not None:
-            return self.recorded.replay(len(self.tokens), subset, previous_memory)
-        return positions_at_once(self.fast, self.tokens, self.positions, self.spans, subset, previous_memory)
+            self.recorded.take(self.tokens, self.position)
+
+    def compute(self, previous_memory: Tensor | None) -> Tensor:
+        if self.recorded is not None:
+            return self.recorded.replay(len(self.tokens), self.length, previous_memory)
+        return positions_at_once(self.fast, self.tokens, self.positions, self.spans, previous_memory)
 
 
 def positions_at_once(
-    fast: FastDecoder,
-    tokens: Tensor,
-    positions: Tensor,
-    spans: list[Span],
-    subset: range,
-    previous_memory: Tensor | None,
+    fast: FastDecoder, tokens: Tensor, positions: Tensor, spans: list[Span], previous_memory: Tensor | None
 ) -> Tensor:
-    """Some positions of every sequence through all layers. tokens, positions (B, C) -> memory (B, Q, D)"""
-    steps, at = fast.steps, slice(subset.start, None, subset.step)
+    """All positions of every sequence through all layers. tokens, positions (B, C) -> memory (B, C, D)"""
+    steps, length = fast.steps, tokens.shape[1]
     # kernels start on the current device, wherever their arguments are
     with torch.cuda.device_of(tokens):
-        position = positions[:, at].flatten().contiguous()
-        start, cos, sin = steps.begin_step(tokens[:, at].flatten(), fast.embedding, position, fast.frequencies)
+        position = positions.flatten()
+        start, cos, sin = steps.begin_step(tokens.flatten(), fast.embedding, position, fast.frequencies)
         features = None
         if fast.memory_weight is not None and previous_memory is not None:
             features = steps.project(previous_memory.flatten(0, 1).contiguous(), fast.memory_weight)
         x = start
         for weights, span in zip(fast.layers, spans, strict=True):
             x, projected, mixed, _ = fast.enter(x, start, weights, features)
-            queries = span.queries(subset)
+            queries = span.queries(length)
             attended = steps.chunk_attend(
                 projected, mixed, span.key, span.value, span.empty, queries, span.window, cos, sin, fast.config.heads
             )
@@ -84,7 +85,7 @@ class RecordedPasses:
             span.value.zero_()
         self.tokens = torch.zeros(rows, length, dtype=torch.int64, device=fast.device)
         self.positions = torch.zeros_like(self.tokens)
-        self.recordings: dict[tuple[int, int, bool], Recording] = {}
+        self.recordings: dict[bool, Recording] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     def take(self, tokens: Tensor, position: Tensor) -> None:
@@ -93,22 +94,21 @@ class RecordedPasses:
         self.tokens[:rows, :length].copy_(tokens)
         self.positions[:rows].copy_(position[:, None] + torch.arange(self.length, device=position.device))
 
-    def replay(self, rows: int, subset: range, previous_memory: Tensor | None) -> Tensor:
-        """Of the first `rows`, these positions: (rows, Q, D)"""
-        whole = range(subset.start, self.length, subset.step)
-        key = whole.start, whole.step, previous_memory is None
+    def replay(self, rows: int, length: int, previous_memory: Tensor | None) -> Tensor:
+        """The first `rows` and positions: (rows, length, D)"""
+        with_memory = previous_memory is not None
         if previous_memory is not None:
-            padding = (0, 0, 0, len(whole) - len(subset), 0, len(self.tokens) - rows)
+            padding = (0, 0, 0, self.length - length, 0, len(self.tokens) - rows)
             previous_memory = F.pad(previous_memory, padding)
-        if key not in self.recordings:
-            self.recordings[key] = self.record(whole, previous_memory)
-        recording = self.recordings[key]
+        if with_memory not in self.recordings:
+            self.recordings[with_memory] = self.record(previous_memory)
+        recording = self.recordings[with_memory]
         if recording.previous_memory is not None and previous_memory is not None:
             recording.previous_memory.copy_(previous_memory)
         recording.graph.replay()
-        return recording.memory[:rows, : len(subset)].clone()
+        return recording.memory[:rows, :length].clone()
 
-    def record(self, subset: range, previous_memory: Tensor | None) -> Recording:
+    def record(self, previous_memory: Tensor | None) -> Recording:
         """The pass is run once before, which compiles what it needs; run again, it writes the same."""
         given = None if previous_memory is None else previous_memory.clone()
         device = self.fast.device
@@ -116,12 +116,12 @@ class RecordedPasses:
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
-                positions_at_once(self.fast, self.tokens, self.positions, self.spans, subset, given)
+                positions_at_once(self.fast, self.tokens, self.positions, self.spans, given)
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # another thread may allocate meanwhile
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                memory = positions_at_once(self.fast, self.tokens, self.positions, self.spans, subset, given)
+                memory = positions_at_once(self.fast, self.tokens, self.positions, self.spans, given)
         return Recording(graph, given, memory)
 
 
@@ -137,9 +137,9 @@ def recorded_shape(rows: int, length: int) -> tuple[int, int]:
     return rows, max(-(-SMALLEST_RECORDED // rows), 1 << (length - 1).bit_length())
 
 
-def recorded_passes(fast: FastDecoder, tokens: Tensor, state: DecoderState) -> RecordedPasses:
-    """Those of the last shapes are kept: a prompt has full chunks and a last one."""
-    shape = recorded_shape(*tokens.shape)
+def recorded_passes(fast: FastDecoder, rows: int, room: int, state: DecoderState) -> RecordedPasses:
+    """Those of the last shapes are kept: prompts of many lengths have few."""
+    shape = recorded_shape(rows, room)
     found = fast.recorded_passes.pop(shape, None) or RecordedPasses(fast, *shape, state)
     fast.recorded_passes[shape] = found
     while len(fast.recorded_passes) > SHAPES_KEPT:

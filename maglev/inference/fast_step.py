@@ -114,11 +114,11 @@ class FastDecoder:
     def initial_state(self, batch_size: int) -> DecoderState:
         return DecoderState.zeros(self.config, batch_size, self.dtype, self.device)
 
-    def chunk(self, tokens: Tensor, state: DecoderState) -> Chunk:
+    def chunk(self, tokens: Tensor, state: DecoderState, room: int | None = None) -> Chunk:
         """Tokens (B, C) after `state`, on the kernels of steps."""
         from maglev.inference.fast_read import FastChunk
 
-        return FastChunk(self, tokens, state)
+        return FastChunk(self, tokens, state, room)
 
     @torch.no_grad()
     def step_(self, tokens: Tensor, state: DecoderState, gates: list[Tensor] | None = None) -> Tensor:

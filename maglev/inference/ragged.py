@@ -10,15 +10,13 @@ from torch import Tensor
 from maglev.inference.checks import check_tokens
 from maglev.inference.reading import (
     PASS_BUDGET,
-    STRIDE,
     TOLERANCE,
     Reader,
     alone,
     chunk_of,
-    default_chunk,
-    exact_positions,
+    default_block,
     have_settled,
-    one_pass,
+    no_changes,
     relative_changes,
 )
 from maglev.model.chunk import Chunk
@@ -42,7 +40,8 @@ def read_rows_(
     """
     check_tokens(tokens, decoder.config.vocab_size)
     assert lengths.shape == (tokens.shape[0],) == (state.batch_size,)
-    size = chunk or default_chunk(decoder.config)
+    # rows fill a GPU: one block at a time will do
+    size = chunk or default_block(decoder.config)
     parts = [state.memory.new_empty(tokens.shape[0], 0, state.memory.shape[-1])]
     for first in range(0, tokens.shape[1], size):
         part = tokens[:, first : first + size]
@@ -74,19 +73,21 @@ def read_part_(decoder: Decoder | Reader, tokens: Tensor, counts: Tensor, state:
 
 def settle(chunk: Chunk, memory: Tensor, counts: Tensor, budget: int) -> tuple[Tensor, Tensor, int]:
     """Passes until no row moves or the budget is spent. -> memories, which rows still move (B,), exact positions"""
-    tolerance, stride = TOLERANCE[memory.dtype], STRIDE[memory.dtype]
+    tolerance = TOLERANCE[memory.dtype]
     inside = torch.arange(chunk.length, device=counts.device) < counts[:, None]  # (B, C)
-    moving, number, changes = counts > 0, 0, []
-    for number in range(1, budget + 1):
-        fresh = one_pass(chunk, memory, 1 if number == 1 else stride)
+    moving, recent, passes = counts > 0, no_changes(len(counts), device=counts.device), 0
+    while passes < budget:
+        fresh = chunk.run(memory)
+        passes += 1
         # padding is left out
-        changes.append(relative_changes(*(torch.where(inside[..., None], each, 0) for each in (memory, fresh))))
+        before, after = (torch.where(inside[..., None], each, 0) for each in (memory, fresh))
+        recent = torch.cat((recent[1:], relative_changes(before, after)[None]))
         # a row that has settled stays, however long others take
         memory = torch.where(moving[:, None, None], fresh, memory)
-        moving = moving & ~have_settled(changes, tolerance)
+        moving = moving & ~have_settled(recent, tolerance)
         if not bool(moving.any()):
             break
-    return memory, moving, exact_positions(number, stride)
+    return memory, moving, passes
 
 
 def step_rows_(

@@ -1,17 +1,20 @@
 """Reading a prompt in parallel with P alone: its memories are the fixed point of m <- P(x, shift(m)).
 
-A prompt is read in chunks. Each chunk starts from the carried state with a pass on zero memories, then repeats passes
-until the memories stop moving. With a stride, a pass after the first goes over every so-many-th position at a time, and
-each part takes the memories that the parts before it left (Gauss-Seidel): as much work as a pass over all positions at
-once (Jacobi), and fewer of them where the tolerance is tight. Every pass makes at least one more position exact
-whatever the weights, so a chunk that does not settle within its budget is finished by stepping.
+Passes go over some blocks of the prompt at a time, starting from zero memories. When the first of them has stopped
+moving, it is left behind and a new one is taken in at the end. So what a pass makes of the later blocks stands on
+memories that are nearly settled, and they settle in fewer passes than blocks that all begin together. Every pass makes
+at least one more position exact whatever the weights, so a block that does not settle within its budget is finished by
+stepping.
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from maglev.config import ModelConfig
@@ -22,14 +25,18 @@ from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 
 # relative distance of the memories from where they settle, under which a chunk counts as settled
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-7, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+# positions of a pass at most
 LARGEST_CHUNK = 8192
+# A pass goes over so many blocks of a window each. Longer ones settle more slowly, since what is wrong in a window's
+# keys and values is wrong in the next pass too; shorter ones leave a GPU idle.
+BLOCKS = 4
 PASS_BUDGET = 24
+# What shrinks fast at first may go on more slowly: no better rate than this is counted on.
+BEST_RATE = 0.3
 # Rounding can keep deep decoders from coming under the tolerance. Where the change has stopped falling, and is at most
 # so many tolerances, it is rounding that is left.
 STALLED, ROUNDING = 0.9, 5.0
-# A stride's first parts still see keys and values of zero memories, so it pays only over many passes.
-STRIDE = {torch.float64: 4, torch.float32: 4, torch.bfloat16: 1, torch.float16: 1}
 
 
 class Reader(Protocol):
@@ -43,7 +50,7 @@ class Reader(Protocol):
     @property
     def lock(self) -> AbstractContextManager[object]: ...
 
-    def chunk(self, tokens: Tensor, state: DecoderState) -> Chunk: ...
+    def chunk(self, tokens: Tensor, state: DecoderState, room: int | None = None) -> Chunk: ...
 
     def step_(self, tokens: Tensor, state: DecoderState) -> Tensor: ...
 
@@ -52,17 +59,30 @@ class Reader(Protocol):
 
 @dataclass
 class ReadingReport:
-    """What reading took: passes per chunk, the relative change in each of them, and positions that were stepped."""
+    """What reading took: passes over each block, the relative change of its memories in each of them, positions that
+    all passes computed together, and positions that were stepped."""
 
     passes: list[int] = field(default_factory=list)
     changes: list[list[float]] = field(default_factory=list)
+    computed: int = 0
     stepped: int = 0
     tokens: int = 0
 
+    @property
+    def passes_per_token(self) -> float:
+        return self.computed / self.tokens
+
+
+def default_block(config: ModelConfig) -> int:
+    """Without memory there is nothing to settle: one pass, as long as it carries information."""
+    if config.memory == "none":
+        return min(config.plain_reach + 1, LARGEST_CHUNK)
+    return min(config.window, LARGEST_CHUNK // BLOCKS)
+
 
 def default_chunk(config: ModelConfig) -> int:
-    """One pass carries information at most layers * (W - 1) + 1 positions: a longer chunk only waits."""
-    return min(config.plain_reach + 1, LARGEST_CHUNK)
+    """Positions of a pass."""
+    return default_block(config) * (1 if config.memory == "none" else BLOCKS)
 
 
 @torch.inference_mode()
@@ -72,40 +92,34 @@ def read_(
     state: DecoderState,
     *,
     tolerance: float | None = None,
-    chunk: int | None = None,
+    block: int | None = None,
+    blocks: int = BLOCKS,
     budget: int = PASS_BUDGET,
     passes: int | None = None,
-    stride: int | None = None,
     memories: list[Tensor] | None = None,
 ) -> ReadingReport:
-    """Read tokens (B, T) into `state`, which is rewritten in place. Memory is bounded by the chunk.
+    """Read tokens (B, T) into `state`, which is rewritten in place. Memory is bounded by `blocks` of `block` positions.
 
-    `passes` fixes their number, settled or not: for measuring. What was read then is exact only if they sufficed.
-    `memories` takes those of all positions, piece by piece, each (B, n, D).
+    `passes` fixes their number for every block, settled or not: for measuring. What was read then is exact only if they
+    sufficed. `memories` takes those of all positions, piece by piece, each (B, n, D).
     """
     check_tokens(tokens, decoder.config.vocab_size)
     if tokens.shape[0] != state.batch_size:
         raise RequestError(f"tokens have {tokens.shape[0]} rows and the state {state.batch_size}; give as many")
-    for name, value in (("budget", budget), ("chunk", chunk), ("passes", passes), ("stride", stride)):
+    for name, value in (("budget", budget), ("block", block), ("blocks", blocks), ("passes", passes)):
         if value is not None and value < 1:
             raise RequestError(f"{name} is {value}; it must be at least 1")
     tolerance = TOLERANCE[decoder.compute_dtype] if tolerance is None else tolerance
-    stride = STRIDE[decoder.compute_dtype] if stride is None else stride
+    block = block or default_block(decoder.config)
     report = ReadingReport(tokens=tokens.shape[1])
-    if not tokens.shape[1]:
-        return report
-    for part in tokens.split(chunk or default_chunk(decoder.config), dim=1):
-        with alone(decoder):
-            passing = chunk_of(decoder, part, state)
-            if decoder.config.memory == "none":
-                settled = read_without_memory_(passing, report)
-            else:
-                settled = read_chunk_(passing, tolerance, budget, passes, stride, report)
-            passing.commit_(state, settled)
-            kept = [passing.memory[:, :settled], *step_on_(decoder, part[:, settled:], state)]
-        report.stepped += part.shape[1] - settled
-        if memories is not None:
-            memories += kept
+    with alone(decoder):
+        if decoder.config.memory == "none":
+            pieces = read_without_memory_(decoder, tokens, state, block, report)
+        else:
+            pieces = settle_(decoder, tokens, state, block, blocks, passes, tolerance, budget, report)
+        for piece in pieces:
+            if memories is not None:
+                memories.append(piece)
     return report
 
 
@@ -114,58 +128,133 @@ def alone(decoder: Decoder | Reader) -> AbstractContextManager[object]:
     return nullcontext() if isinstance(decoder, Decoder) else decoder.lock
 
 
-def chunk_of(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState) -> Chunk:
-    return ChunkPass(decoder, tokens, state) if isinstance(decoder, Decoder) else decoder.chunk(tokens, state)
+def chunk_of(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState, room: int | None = None) -> Chunk:
+    make = partial(ChunkPass, decoder) if isinstance(decoder, Decoder) else decoder.chunk
+    return make(tokens, state, room)
 
 
-def read_without_memory_(chunk: Chunk, report: ReadingReport) -> int:
-    chunk.run(None)
-    report.passes.append(1)
-    report.changes.append([])
-    return chunk.length
+def read_without_memory_(
+    decoder: Decoder | Reader, tokens: Tensor, state: DecoderState, size: int, report: ReadingReport
+) -> Iterator[Tensor]:
+    for first in range(0, tokens.shape[1], size):
+        chunk = chunk_of(decoder, tokens[:, first : first + size], state)
+        yield chunk.run(None)
+        chunk.commit_(state, chunk.length)
+        report.passes.append(1)
+        report.changes.append([])
+        report.computed += chunk.length
 
 
-def read_chunk_(
-    chunk: Chunk, tolerance: float, budget: int, passes: int | None, stride: int, report: ReadingReport
-) -> int:
-    """Passes until the memories settle. -> how many positions, from the first on, have their memory now"""
-    memory = chunk.first_memory.new_zeros(*chunk.tokens.shape, chunk.first_memory.shape[-1])
-    changes: list[Tensor] = []
-    settled = chunk.length
-    for number in range(1, (passes or min(budget, chunk.length)) + 1):
-        before, memory = memory, one_pass(chunk, memory, 1 if number == 1 else stride)
-        changes.append(relative_changes(before, memory))
-        if passes is None and bool(have_settled(changes, tolerance).all()):
-            break
-        if passes is None and exact_positions(number, stride) >= chunk.length:
-            break
-    else:
-        settled = chunk.length if passes is not None else exact_positions(number, stride)
-    report.passes.append(number)
-    report.changes.append([float(change.max()) for change in changes])
-    return settled
+class Front:
+    """The blocks of a prompt that passes go over, from the first that has not settled to the newest."""
+
+    def __init__(self, chunk: Chunk, block: int) -> None:
+        self.chunk, self.block = chunk, block
+        batch, length = chunk.tokens.shape
+        self.memory = chunk.first_memory.new_zeros(batch, length, chunk.first_memory.shape[-1])
+        self.changes: list[list[Tensor]] = []  # by block and pass, each (B,)
+        self.recent = no_changes(batch, 0, device=chunk.tokens.device)  # (3, B, N)
+        self.passes_here = 0  # since the first block is the first
+        self.begin_blocks()
+
+    @property
+    def sizes(self) -> list[int]:
+        return [min(self.block, self.chunk.length - first) for first in range(0, self.chunk.length, self.block)]
+
+    def begin_blocks(self) -> None:
+        more = len(self.sizes) - len(self.changes)
+        self.changes += [[] for _ in range(more)]
+        self.recent = F.pad(self.recent, (0, more), value=torch.nan)
+
+    def run(self) -> None:
+        before, self.memory = self.memory, self.chunk.run(self.memory)
+        found = block_changes(before, self.memory, self.block)
+        self.recent = torch.cat((self.recent[1:], found[None]))
+        for changes, change in zip(self.changes, found.unbind(1), strict=True):
+            changes.append(change)
+        self.passes_here += 1
+
+    def settled(self, tolerance: float) -> int:
+        """How many blocks have, from the first on, in all rows."""
+        blocks = have_settled(self.recent, tolerance).all(dim=0)
+        count = int(blocks.long().cumprod(0).sum())
+        # every pass makes a position exact
+        return max(count, int(self.passes_here >= self.sizes[0]))
+
+    def leave_(self, blocks: int, tokens: Tensor) -> None:
+        """Go on behind the first blocks, with tokens (B, n) more at the end."""
+        count = sum(self.sizes[:blocks])
+        self.chunk.advance_(count, tokens)
+        self.memory = F.pad(self.memory[:, count:], (0, 0, 0, tokens.shape[1]))
+        self.changes, self.recent = self.changes[blocks:], self.recent[..., blocks:]
+        self.passes_here = 0 if blocks else self.passes_here
+        self.begin_blocks()
 
 
-def exact_positions(passes: int, stride: int) -> int:
-    """How many positions, from the first on, are exact whatever the weights: a pass on exact memories before it makes
-    one more, and so does each of its parts."""
-    return max(passes, stride * (passes - 1))
+def settle_(
+    decoder: Decoder | Reader,
+    tokens: Tensor,
+    state: DecoderState,
+    block: int,
+    blocks: int,
+    passes: int | None,
+    tolerance: float,
+    budget: int,
+    report: ReadingReport,
+) -> Iterator[Tensor]:
+    """Read all tokens. -> the memories of one after another, pieces of (B, n, D)
+
+    With a fixed number of passes, each takes in one block more than the one before it: every block has as many.
+    """
+    first, length, room = 0, tokens.shape[1], block * blocks
+    front: Front | None = None
+    changes: list[list[Tensor]] = []
+    while first < length:
+        if front is None:
+            part = tokens[:, first : first + (room if passes is None else block)]
+            front = Front(chunk_of(decoder, part, state, min(room, length - first)), block)
+        front.run()
+        report.computed += front.chunk.length
+        done = front.settled(tolerance) if passes is None else int(len(front.changes[0]) == passes)
+        stepping = passes is None and not done and front.passes_here >= budget
+        done = 1 if stepping else done
+        count, last = sum(front.sizes[:done]), first + front.chunk.length
+        changes += front.changes[:done]
+        if stepping:
+            front.chunk.commit_(state, budget)
+            yield front.memory[:, :budget]
+            yield from step_on_(decoder, tokens[:, first + budget : first + count], state)
+            report.stepped += count - budget
+            front = None
+        elif first + count == length:
+            front.chunk.commit_(state, count)
+            yield front.memory
+        else:
+            if count:
+                yield front.memory[:, :count]
+            end = first + count + room
+            front.leave_(done, tokens[:, last : end if passes is None else min(end, last + block)])
+        first += count
+    report.passes += [len(each) for each in changes]
+    report.changes += [[float(change.max()) for change in each] for each in changes]
 
 
-def have_settled(changes: list[Tensor], tolerance: float) -> Tensor:
-    """Which rows have, by the changes (B,) of all passes so far. -> (B,)
+def no_changes(*shape: int, device: torch.device) -> Tensor:
+    """Those of three passes that there were not yet, (3, ...)."""
+    return torch.full((3, *shape), torch.nan, device=device)
+
+
+def have_settled(recent: Tensor, tolerance: float) -> Tensor:
+    """Where memories have, by their changes in the last three passes (3, ...), NaN for passes that there were not.
 
     Changes shrink by much the same factor from pass to pass. With the larger of the last two, what is still to come is
     a geometric series: its sum is how far the memories are from where they settle.
     """
-    settled = changes[-1] <= tolerance
-    if len(changes) < 3:
-        return settled
-    before, between, now = changes[-3:]
-    rate = torch.maximum(now / between, between / before)
+    before, between, now = recent
+    rate = torch.maximum(now / between, between / before).clamp_min(BEST_RATE)
     ahead = torch.where(rate < 1, now * rate / (1 - rate), torch.inf)
     stalled = (now > STALLED * between) & (between > STALLED * before)
-    return settled | (ahead <= tolerance) | (stalled & (now <= ROUNDING * tolerance))
+    return (now <= tolerance) | (ahead <= tolerance) | (stalled & (now <= ROUNDING * tolerance))
 
 
 def step_on_(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState) -> list[Tensor]:
@@ -175,17 +264,21 @@ def step_on_(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState) -> 
     return [decoder.step_(token, state)[:, None] for token in tokens.T]
 
 
-def one_pass(chunk: Chunk, memory: Tensor, stride: int) -> Tensor:
-    """All positions once, every `stride`-th at a time."""
-    if stride == 1:
-        return chunk.run(memory)
-    for first in range(min(stride, chunk.length)):
-        memory = chunk.run(memory, range(first, chunk.length, stride))
-    return memory
+def block_changes(before: Tensor, after: Tensor, block: int) -> Tensor:
+    """`relative_changes` by blocks, of which the last may be shorter. (B, C, D) twice -> (B, N)"""
+    moved, sizes = position_norms(after - before), position_norms(after)
+    found = []
+    for each in (moved, sizes):
+        blocks = F.pad(each, (0, -each.shape[1] % block)).unflatten(1, (-1, block))
+        found.append(torch.linalg.vector_norm(blocks, dim=-1))
+    return found[0] / found[1]
 
 
 def relative_changes(before: Tensor, after: Tensor) -> Tensor:
     """||after - before|| / ||after|| of every row. (B, C, D) twice -> (B,)"""
-    wide = torch.promote_types(after.dtype, torch.float32)
-    moved = torch.linalg.vector_norm((after - before).flatten(1), dim=1, dtype=wide)
-    return moved / torch.linalg.vector_norm(after.flatten(1), dim=1, dtype=wide)
+    return block_changes(before, after, after.shape[1])[:, 0]
+
+
+def position_norms(memory: Tensor) -> Tensor:
+    """(B, C, D) -> (B, C)"""
+    return torch.linalg.vector_norm(memory, dim=-1, dtype=torch.promote_types(memory.dtype, torch.float32))

@@ -12,13 +12,13 @@ from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attenti
 
 
 class Span:
-    """Mixed K/V of one layer, in order: the W - 1 positions before the chunk, then the chunk's own."""
+    """Mixed K/V of one layer, in order: the W - 1 positions before the chunk, then room for the chunk's own."""
 
-    def __init__(self, ring: RingCache, length: int, rows: int | None = None) -> None:
+    def __init__(self, ring: RingCache, room: int, rows: int | None = None) -> None:
         """`rows` other than the ring's leave room for more."""
         batch, self.window, kv_heads, head_dim = ring.key.shape
         self.history = self.window - 1
-        shape = (rows or batch, self.history + length, kv_heads, head_dim)
+        shape = (rows or batch, self.history + room, kv_heads, head_dim)
         self.key, self.value = (ring.key.new_empty(shape) for _ in range(2))
         # rows that have read less than the window have empty slots at the front
         self.empty = torch.full((shape[0],), self.history, dtype=torch.int64, device=ring.key.device)
@@ -36,53 +36,80 @@ class Span:
         self.key[:, : self.history], self.value[:, : self.history] = ring.key[row, slots], ring.value[row, slots]
         self.empty.copy_((self.history - position).clamp_min(0))
 
-    def queries(self, subset: range) -> range:
-        """Where positions of the chunk are among the keys."""
-        return range(self.history + subset.start, self.history + subset.stop, subset.step)
+    def advance_(self, count: int) -> None:
+        """The chunk begins `count` positions later: those are history now."""
+        for each in (self.key, self.value):
+            moved = each[:, count : count + self.history]
+            # what lies over one another is not copied in order
+            each[:, : self.history] = moved.clone() if count < self.history else moved
+        self.empty.sub_(count).clamp_min_(0)
+
+    def queries(self, length: int) -> range:
+        """Where the positions of a chunk are among the keys."""
+        return range(self.history, self.history + length)
 
 
 class Chunk(ABC):
     """Tokens (B, C) that come after `state`; the state changes only on `commit_`."""
 
-    def __init__(self, tokens: Tensor, state: DecoderState, spans: list[Span] | None = None) -> None:
-        """`spans` of the right size are written over, else there are new ones."""
+    def __init__(
+        self, tokens: Tensor, state: DecoderState, room: int | None = None, spans: list[Span] | None = None
+    ) -> None:
+        """`room` for more positions than these, where `advance_` will bring them; `spans` that have it are written
+        over, else there are new ones."""
         self.tokens = tokens
-        self.length = tokens.shape[1]
+        self.position = state.position  # (B,), of the first token
         self.first_memory = state.memory[:, None]  # (B, 1, D)
-        self.positions = state.position[:, None] + torch.arange(self.length, device=tokens.device)  # (B, C)
-        self.spans = [Span(ring, self.length) for ring in state.caches] if spans is None else spans
+        room = max(room or 0, tokens.shape[1])
+        self.spans = [Span(ring, room) for ring in state.caches] if spans is None else spans
         for span, ring in zip(self.spans, state.caches, strict=True):
             span.fill_(ring, state.position)
         self.memory = self.first_memory
 
-    @abstractmethod
-    def compute(self, subset: range, previous_memory: Tensor | None) -> Tensor:
-        """The memories (B, Q, D) of these positions, on K/V that the spans keep; theirs are written there."""
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[1]
 
-    def run(self, memory: Tensor | None, subset: range | None = None) -> Tensor:
-        """Compute all positions, or later some of them again, on the chunk's memories so far; None where there are
-        none. -> (B, C, D)"""
-        whole = subset is None
-        subset = range(self.length) if subset is None else subset
-        at = slice(subset.start, None, subset.step)
-        previous = None if memory is None else torch.cat((self.first_memory, memory[:, :-1]), dim=1)[:, at]
-        fresh = self.compute(subset, previous)
-        if whole or memory is None:
-            self.memory = fresh
-        else:
-            self.memory = memory.slice_scatter(fresh, 1, subset.start, self.length, subset.step)
+    @property
+    def positions(self) -> Tensor:
+        """(B, C)"""
+        return self.position[:, None] + torch.arange(self.length, device=self.tokens.device)
+
+    @abstractmethod
+    def compute(self, previous_memory: Tensor | None) -> Tensor:
+        """The memories (B, C, D) of all positions, on K/V that the spans keep; theirs are written there."""
+
+    def run(self, memory: Tensor | None) -> Tensor:
+        """All positions, on the chunk's memories (B, C, D) so far; None where there are none. -> (B, C, D)"""
+        previous = None if memory is None else torch.cat((self.first_memory, memory[:, :-1]), dim=1)
+        self.memory = self.compute(previous)
         return self.memory
 
+    def advance_(self, count: int, tokens: Tensor) -> None:
+        """Leave the first `count` positions behind, as they were last computed, and take in tokens (B, n) at the end.
+
+        The state does not know of it: what was left behind comes to it with the next `commit_`.
+        """
+        if count:
+            for span in self.spans:
+                span.advance_(count)
+            self.first_memory = self.memory[:, count - 1 : count]
+            self.position = self.position + count
+        self.tokens = torch.cat((self.tokens[:, count:], tokens), dim=1)
+
     def commit_(self, state: DecoderState, count: int) -> None:
-        """Take the first `count` positions as they were last computed into the state."""
+        """Take the first `count` positions as they were last computed into the state, and what was left behind."""
         row = torch.arange(self.tokens.shape[0], device=self.tokens.device)[:, None]
         for cache, span in zip(state.caches, self.spans, strict=True):
-            kept = slice(max(0, count - span.window), count)
-            slots = self.positions[:, kept] % span.window
-            cache.key[row, slots] = span.key[:, span.history :][:, kept]
-            cache.value[row, slots] = span.value[:, span.history :][:, kept]
+            # history that was not left behind is in these slots already
+            kept = slice(count - 1, count + span.history)
+            slots = (self.position[:, None] + torch.arange(kept.start, kept.stop, device=row.device) - span.history) % (
+                span.window
+            )
+            cache.key[row, slots] = span.key[:, kept]
+            cache.value[row, slots] = span.value[:, kept]
         state.memory = self.memory[:, count - 1].clone()
-        state.position = state.position + count
+        state.position = self.position + count
 
     def commit_rows_(self, state: DecoderState, counts: Tensor) -> None:
         """`commit_` with a count (B,) of its own for every row, 0 among them: rows that are padded on the right."""
@@ -109,33 +136,38 @@ class SpanAttend:
 
     def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
         queries = self.plan.queries
-        at = slice(queries.start, None, queries.step)
+        at, seen = slice(queries.start, queries.stop), slice(queries.stop)
         self.span.key[:, at], self.span.value[:, at] = mixed_key, mixed_value
-        return windowed_attention(query, self.span.key, self.span.value, self.plan)
+        return windowed_attention(query, self.span.key[:, seen], self.span.value[:, seen], self.plan)
 
 
 class ChunkPass(Chunk):
     """With the decoder itself: any device and precision."""
 
-    def __init__(self, decoder: Decoder, tokens: Tensor, state: DecoderState) -> None:
-        super().__init__(tokens, state)
+    def __init__(self, decoder: Decoder, tokens: Tensor, state: DecoderState, room: int | None = None) -> None:
+        super().__init__(tokens, state, room)
         self.decoder = decoder
-        self.plans: dict[tuple[int, range], AttentionPlan] = {}
+        self.plans: dict[int, AttentionPlan] = {}
 
-    def plan(self, span: Span, subset: range) -> AttentionPlan:
-        if (span.window, subset) not in self.plans:
-            starts = span.empty[:, None].expand(-1, len(subset)) if bool((span.empty > 0).any()) else None
-            self.plans[span.window, subset] = plan_attention(
+    def plan(self, span: Span) -> AttentionPlan:
+        """One for all layers with this window, until the chunk moves."""
+        if span.window not in self.plans:
+            queries = span.queries(self.length)
+            starts = span.empty[:, None].expand(-1, self.length) if bool((span.empty > 0).any()) else None
+            self.plans[span.window] = plan_attention(
                 span.window,
-                span.key.shape[1],
+                queries.stop,
                 self.tokens.device,
-                span.queries(subset),
+                queries,
                 starts,
                 entries=self.decoder.config.entries,
             )
-        return self.plans[span.window, subset]
+        return self.plans[span.window]
 
-    def compute(self, subset: range, previous_memory: Tensor | None) -> Tensor:
-        at = slice(subset.start, None, subset.step)
-        attends = [SpanAttend(span, self.plan(span, subset)) for span in self.spans]
-        return self.decoder.run(self.tokens[:, at], self.positions[:, at], previous_memory, attends)
+    def advance_(self, count: int, tokens: Tensor) -> None:
+        super().advance_(count, tokens)
+        self.plans = {}
+
+    def compute(self, previous_memory: Tensor | None) -> Tensor:
+        attends = [SpanAttend(span, self.plan(span)) for span in self.spans]
+        return self.decoder.run(self.tokens, self.positions, previous_memory, attends)

@@ -196,12 +196,14 @@ def chunk_attend(
     positions; `queries` says where the rows' own are, which are written in place. The first `empty` (B,) of them do not
     count.
     """
-    batch, length, kv_heads, head_dim = key.shape
-    at = slice(queries.start, None, queries.step)
+    batch, _, kv_heads, head_dim = key.shape
+    at = slice(queries.start, queries.stop, queries.step)
+    # what comes after them is not there yet
+    key, value = key[:, : queries.stop], value[:, : queries.stop]
     query, own_key, own_value = mixed_features(projected, memory_projected, kv_heads, head_dim, cos, sin, heads)
     key[:, at], value[:, at] = own_key.unflatten(0, (batch, -1)), own_value.unflatten(0, (batch, -1))
     starts = empty[:, None].expand(-1, len(queries))
-    plan = plan_attention(window, length, key.device, queries, starts)
+    plan = plan_attention(window, key.shape[1], key.device, queries, starts)
     return windowed_attention(query.unflatten(0, (batch, -1)), key, value, plan).flatten(2).flatten(0, 1)
 
 

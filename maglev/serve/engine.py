@@ -215,7 +215,7 @@ class Engine:
         before = [state.memory[:, None]] if state.position else []
         memories: list[torch.Tensor] | None = None if job.prompt_top is None else []
         ids = torch.tensor([part], device=self.lm.decoder.device)
-        state.reading = read_(self.lm.reader, ids, state.inner, chunk=len(part), memories=memories)
+        state.reading = read_(self.lm.reader, ids, state.inner, memories=memories)
         self.metrics.read_tokens.inc(len(part))
         if memories is not None and job.prompt_top is not None:
             # what stands before the first token of a document is nothing: BOS itself has no logprob

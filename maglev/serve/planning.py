@@ -116,7 +116,7 @@ def make_plan(body: CompletionRequest, lm: LanguageModel, limits: Limits, start:
     seed = secrets.randbelow(SEED_LIMIT) if body.seed is None else body.seed
     events: asyncio.Queue = asyncio.Queue()
     deadline = time.monotonic() + limits.seconds
-    # a chunk that is longer than one pass reaches would take passes to no end
+    # more than passes go over at a time would only keep others waiting
     chunk = min(limits.chunk, default_chunk(lm.decoder.config))
     told = memory_facts(lm.decoder.config) if body.memory else []
     jobs = []

@@ -41,7 +41,7 @@ def test_reading_refuses_what_it_cannot_read() -> None:
         read_(decoder, torch.tensor([[1, VOCAB]]), state)
     with pytest.raises(RequestError, match="3 rows"):
         read_(decoder, random_tokens(3, 4), state)
-    for wrong in ({"budget": 0}, {"chunk": -1}):
+    for wrong in ({"budget": 0}, {"block": -1}, {"blocks": 0}):
         with pytest.raises(RequestError, match="at least 1"):
             read_(decoder, random_tokens(1, 4), state, **wrong)
     assert read_(decoder, random_tokens(1, 0), state).tokens == 0 and int(state.position) == 0

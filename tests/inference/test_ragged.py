@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from maglev.inference import fast_read, reading
+from maglev.inference import fast_read
 from maglev.inference.fast_read import RecordedPasses, Recording, positions_at_once, recorded_shape
 from maglev.inference.fast_step import FastDecoder
 from maglev.inference.ragged import read_rows_
+from maglev.inference.reading import read_
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 from tests.helpers import assert_same_state, random_tokens, small, step_through
@@ -104,15 +105,15 @@ class Again:
         self.memory.copy_(self.work())
 
 
-def test_recorded_passes_serve_fewer_and_shorter_rows_than_they_were_recorded_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Passes are recorded as on a GPU, and repeated by computing again. -> the shapes of those that were"""
     made: list[tuple[int, int]] = []
 
-    def record(passes: RecordedPasses, subset: range, previous_memory: Tensor | None) -> Recording:
+    def record(passes: RecordedPasses, previous_memory: Tensor | None) -> Recording:
         made.append(tuple(passes.tokens.shape))
         given = None if previous_memory is None else previous_memory.clone()
-        work = partial(positions_at_once, passes.fast, passes.tokens, passes.positions, passes.spans, subset, given)
+        work = partial(positions_at_once, passes.fast, passes.tokens, passes.positions, passes.spans, given)
         graph: Any = Again(work)
         return Recording(graph, given, graph.memory)
 
@@ -120,22 +121,42 @@ def test_recorded_passes_serve_fewer_and_shorter_rows_than_they_were_recorded_fo
     monkeypatch.setattr(RecordedPasses, "record", record)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(fast_read, "SMALLEST_RECORDED", 4)
-    # one part per pass, as in bfloat16
-    monkeypatch.setitem(reading.STRIDE, torch.float64, 1)
+    return made
+
+
+def test_recorded_passes_serve_fewer_and_shorter_rows_than_they_were_recorded_for(
+    recorded: list[tuple[int, int]],
+) -> None:
     decoder = small("maglev-shared-0.1", scale=0.3, dtype=torch.float64, context=64).decoder.requires_grad_(False)
     fast = FastDecoder(decoder, "torch")
     for seed, counts in enumerate([(5, 1, 6), (7,) * 10, tuple(range(1, 10)), (8, 0, 3, 2, 5, 1, 1, 1, 5)]):
         tokens, lengths = random_tokens(len(counts), max(counts), seed=seed), torch.tensor(counts)
         state, expected = fast.initial_state(len(counts)), decoder.initial_state(len(counts))
-        memory = [read_rows_(each, tokens, lengths, own) for each, own in ((fast, state), (decoder, expected))]
+        memory = [
+            read_rows_(each, tokens, lengths, own, chunk=16) for each, own in ((fast, state), (decoder, expected))
+        ]
         for row, count in enumerate(counts):
             torch.testing.assert_close(memory[0][row, :count], memory[1][row, :count], rtol=1e-9, atol=1e-9)
         assert_same_state(state, expected, 1e-9)
     # nine rows of up to nine tokens take ten of sixteen, and of eight those that were there
-    assert made == [(3, 8), (10, 8), (10, 16)]
+    assert recorded == [(3, 8), (10, 8), (10, 16)]
 
 
 def test_shapes_of_recordings_are_few_and_not_much_larger() -> None:
     shapes = {recorded_shape(rows, length) for rows in range(1, 129) for length in range(1, 1025)}
     assert len({rows for rows, _ in shapes}) == 24 and recorded_shape(1, 7) == (1, 256)
     assert all(recorded_shape(rows, 600)[0] <= 1.25 * rows for rows in range(1, 2000))
+
+
+def test_recorded_passes_move_on_through_a_prompt(recorded: list[tuple[int, int]]) -> None:
+    """Two prompts of other lengths, from rows that have read before; what is left at the end fits what was made."""
+    decoder = small("maglev-shared-0.1", scale=0.3, dtype=torch.float64, context=64).decoder.requires_grad_(False)
+    fast = FastDecoder(decoder, "torch")
+    for length in (50, 37):
+        state, expected = fast.initial_state(2), decoder.initial_state(2)
+        for number in range(2):
+            tokens = random_tokens(2, length, seed=length + number)
+            reports = [read_(each, tokens, own, block=5) for each, own in ((fast, state), (decoder, expected))]
+            assert reports[0].passes == reports[1].passes and reports[0].computed == reports[1].computed
+            assert_same_state(state, expected, 1e-9)
+    assert recorded == [(2, 32)]

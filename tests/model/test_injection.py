@@ -81,16 +81,16 @@ def test_a_step_keeps_a_state_of_constant_size(injection: str) -> None:
     assert state.nbytes == (2 if "tokens" in injection else 1) * rings + 32 * 8 + 8
 
 
-@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("blocks", [1, 4])
 @pytest.mark.parametrize("injection", OTHERS)
-def test_reading_in_parallel_ends_where_stepping_does(injection: str, stride: int, tmp_path: Path) -> None:
-    """In chunks, with rows at other positions, from a state that was saved."""
+def test_reading_in_parallel_ends_where_stepping_does(injection: str, blocks: int, tmp_path: Path) -> None:
+    """In blocks, with rows at other positions, from a state that was saved."""
     decoder = decoder_with(injection, scale=0.3)
     tokens = random_tokens(2, 50)
     state, expected = decoder.initial_state(2), decoder.initial_state(2)
     state.position += torch.tensor([0, 5])
     expected.position += torch.tensor([0, 5])
-    report = read_(decoder, tokens, state, chunk=16, stride=stride)
+    report = read_(decoder, tokens, state, block=16, blocks=blocks)
     assert report.stepped == 0
     with torch.no_grad():
         for token in tokens.T:
