@@ -4,15 +4,16 @@
     python benchmarks/follow.py --one swa-ssss plain --rows 4 --stop 17 --precision bfloat16 --device cpu
 
 `fast` is what training takes on this device, `plain` the same model without compilation, with attention and loss as
-plain PyTorch. Each is run twice, a step as one pass and as two (`plain-2`), which only add up in another order; `exact`
-is `plain` in float32; `seed-1` and `seed-2` are `plain` from other seeds. Kernels follow where each run on them is
-nearer to a plain one of its seed, in its precision, than plain runs of several seeds come to each other: what a user
-sees from run to run. Beside that it is told how far plain ones of one seed come from each other by the order of sums
-and by precision (`plain_spread`), and how far either kind comes from `exact`. `fp8` is `fast` with products in 8 bits,
-for two recipes and no part of the verdict. Losses are means over 20 steps; the text is the documentation of Python's
-own modules, byte by byte, so it depends on Python's version. The last line of stdout is JSON; with `--one` that is the
-losses of one recipe and way, up to `--stop` where it is given; there, `compiled` is `plain` with compiled blocks on any
-device. FILE has every run that is done as soon as it is, and what is in it is not run again.
+plain PyTorch. Each is run twice, a step as one pass and as two (`plain-2`), which only add up in another order;
+`nudge-1` to `nudge-4` are `plain` with every initial weight off by a rounding of bfloat16. So all plain runs have the
+same rows, seed and arithmetic, and what lies between them is what rounding alone makes of a run: the spread. Kernels
+follow where each run on them is nearer to a plain one than two plain ones come to each other. To see that this could
+fail, plain runs of all other recipes are held against it too (`wrong_ones_that_follow`). `fp8` is `fast` with products
+in 8 bits, for two recipes and no part of the verdict. Losses are means over 20 steps; the text is the documentation of
+Python's own modules, byte by byte, so it depends on Python's version. The last line of stdout is JSON; with `--one`
+that is the losses of one recipe and way, up to `--stop` where it is given; there, `exact` is `plain` in float32 and
+`compiled` is `plain` with compiled blocks on any device. FILE has every run that is done as soon as it is, and what is
+in it is not run again.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -44,14 +46,12 @@ from maglev.train.passes import StepLosses
 from maglev.train.task import Rows
 
 DEPTH, WIDTH, CONTEXT, WINDOW, ROWS = 4, 256, 512, 128, 32
-# passes of a step
-REPEATS = (1, 2)
-SEEDS = (1, 2)
-KINDS = {kind: [kind if passes == 1 else f"{kind}-{passes}" for passes in REPEATS] for kind in ("fast", "plain")}
-# one seed, however it adds up and rounds
-PLAIN = [*KINDS["plain"], "exact"]
-SEEDED = ["plain", *(f"seed-{seed}" for seed in SEEDS)]
-WAYS = [*KINDS["fast"], *PLAIN, *SEEDED[1:]]
+FAST = ["fast", "fast-2"]
+NUDGES = 4
+PLAIN = ["plain", "plain-2", *(f"nudge-{number}" for number in range(1, NUDGES + 1))]
+WAYS = [*FAST, *PLAIN]
+# relative; half of the distance between two numbers of bfloat16
+NUDGE = 2.0**-9
 COMPILED = ("fast", "fp8")
 # and beside them, for these
 BESIDE, BESIDES = ("swa-ssss", "maglev-shared-0.1"), ("fp8",)
@@ -83,7 +83,7 @@ class TextTask(RandomTask):
 def trainer_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.device) -> Trainer:
     steps, rows = asked.steps, asked.rows
     kind, _, number = way.partition("-")
-    seed, passes = (int(number), 1) if kind == "seed" else (0, int(number or 1))
+    passes = 1 if kind == "nudge" else int(number or 1)
     settings = {
         "model.width": WIDTH,
         "model.context": CONTEXT,
@@ -92,14 +92,26 @@ def trainer_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.d
         "train.steps": steps,
         "train.tokens_per_step": rows * CONTEXT,
         "train.rows_per_pass": rows // passes,
-        "train.seed": seed,
+        "train.seed": 0,
         "train.precision": "float32" if kind == "exact" else asked.precision,
         "train.validate_every": 0,
         "train.compile": "on" if kind == "compiled" else "auto" if kind in COMPILED else "off",
         "train.attention": "auto" if kind in COMPILED else "blockwise",
         "train.products": "fp8" if kind == "fp8" else "plain",
     }
-    return Trainer(run_config(recipe, DEPTH, settings), TextTask(256), Path(), Ranks(0, 1, 0, device), Lines())
+    trainer = Trainer(run_config(recipe, DEPTH, settings), TextTask(256), Path(), Ranks(0, 1, 0, device), Lines())
+    if kind == "nudge":
+        nudge(trainer.objective.parameters(), int(number))
+    return trainer
+
+
+@torch.no_grad()
+def nudge(parameters: Iterable[torch.Tensor], seed: int) -> None:
+    """Every number off by up to a rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        noise = 2 * torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype) - 1
+        parameter.mul_(1 + NUDGE * noise.to(parameter.device))
 
 
 def losses_of(recipe: str, way: str, asked: argparse.Namespace, device: torch.device) -> list[float]:
@@ -141,30 +153,34 @@ def smooth(losses: list[float]) -> np.ndarray:
     return np.convolve(losses, np.full(size, 1 / size), mode="valid")
 
 
-def compare(curves: dict[str, list[float]]) -> dict[str, Any]:
-    """The widest gaps of the smoothed curves after the first tenth, and where each one ends."""
-    smoothed = {way: smooth(losses) for way, losses in curves.items()}
-    later = len(smoothed["plain"]) // 10
+def gap(one: list[float], other: list[float]) -> float:
+    """The widest of the smoothed curves, after the first tenth."""
+    apart = np.abs(smooth(one) - smooth(other))
+    return float(apart[len(apart) // 10 :].max())
 
-    def gap(one: str, other: str) -> float:
-        return float(np.abs(smoothed[one] - smoothed[other])[later:].max())
 
-    row: dict[str, Any] = {"last": {way: float(curve[-1]) for way, curve in smoothed.items()}}
-    for kind, ways in KINDS.items():
-        row[f"{kind}_from_exact"] = float(np.max([gap(way, "exact") for way in ways]))
-    row["fast_spread"] = max(gap(*pair) for pair in itertools.combinations(KINDS["fast"], 2))
-    row["plain_spread"] = max(gap(*pair) for pair in itertools.combinations(PLAIN, 2))
-    row["seed_spread"] = max(gap(*pair) for pair in itertools.combinations(SEEDED, 2))
-    row["farthest"] = float(np.max([min(gap(way, plain) for plain in KINDS["plain"]) for way in KINDS["fast"]]))
+def nearest(curve: list[float], curves: dict[str, list[float]]) -> float:
+    """To a plain one."""
+    return min(gap(curve, curves[way]) for way in PLAIN)
+
+
+def compare(curves: dict[str, list[float]], others: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """Kernels beside plain runs of a recipe, and those of `others`, which are wrong models here."""
+    row: dict[str, Any] = {"last": {way: float(smooth(losses)[-1]) for way, losses in curves.items()}}
+    row["spread"] = max(gap(curves[one], curves[other]) for one, other in itertools.combinations(PLAIN, 2))
+    row["farthest"] = float(np.max([nearest(curves[way], curves) for way in FAST]))
     # a curve that is not finite does not follow
-    row["follows"] = row["farthest"] <= row["seed_spread"]
-    return row | {f"{way}_from_exact": gap(way, "exact") for way in BESIDES if way in curves}
+    row["follows"] = row["farthest"] <= row["spread"]
+    wrong = {recipe: nearest(theirs["plain"], curves) for recipe, theirs in others.items()}
+    row["nearest_wrong_one"] = min(wrong.values(), default=None)
+    row["wrong_ones_that_follow"] = [recipe for recipe, distance in wrong.items() if distance <= row["spread"]]
+    return row | {f"{way}_from_plain": nearest(curves[way], curves) for way in BESIDES if way in curves}
 
 
 def verdict(recipe: str, row: dict[str, Any]) -> str:
-    gaps = (
-        f"at most {row['farthest']:.4f} from a plain run; those of other seeds are up to {row['seed_spread']:.4f} apart"
-    )
+    wrong = row["wrong_ones_that_follow"]
+    control = f"so near are {', '.join(wrong)}" if wrong else "no other recipe is so near"
+    gaps = f"at most {row['farthest']:.4f} from a plain run, which are up to {row['spread']:.4f} apart; {control}"
     return f"{recipe:20} kernels {'follow' if row['follows'] else 'do not follow'}: {gaps}"
 
 
@@ -226,10 +242,8 @@ def main() -> None:
                 files.write_text(asked.out, json.dumps(facts | {"recipes": results}))
     results = {recipe: results[recipe] for recipe in asked.recipes}
     for recipe, row in results.items():
-        row |= compare(row["losses"])
-        ends = ", ".join(f"{way} {value:.4f}" for way, value in row["last"].items())
-        told = (key for key in row if key.endswith(("_spread", "_from_exact")))
-        print(f"{recipe:20} last: {ends}; " + ", ".join(f"{key.replace('_', ' ')} {row[key]:.4f}" for key in told))
+        row |= compare(row["losses"], {other: its["losses"] for other, its in results.items() if other != recipe})
+        print(f"{recipe:20} last: " + ", ".join(f"{way} {value:.4f}" for way, value in row["last"].items()))
     for recipe, row in results.items():
         print(verdict(recipe, row))
     apart = [recipe for recipe, row in results.items() if not row["follows"]]

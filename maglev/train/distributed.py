@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maglev.errors import RequestError, WorkError
-from maglev.train.meeting import fresh_store, gather_by_store
+from maglev.train.meeting import LastWords, fresh_store, gather_by_store
 
 try:
     from torch.distributed import all_gather_single
@@ -31,6 +31,9 @@ GPU_TROUBLE = re.compile("(CUDA|Triton|cuDNN|Frontend) (error|failure)", re.IGNO
 
 Result = TypeVar("Result")
 
+# of the group that this process is in
+words: LastWords | None = None
+
 
 class SaidElsewhere(WorkError):
     """This rank stops because another one does, and rank 0 says why. `status` is the exit status of all."""
@@ -38,6 +41,10 @@ class SaidElsewhere(WorkError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class LostRank(WorkError):
+    """Another rank is gone: this one has nothing to say of its own."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ def start(device: str, timeout: timedelta) -> Ranks:
 
     A message that takes longer than `timeout` is lost, and ends this rank.
     """
+    global words
     rank, world, local_rank = read_place(os.environ)
     if world == 1:
         return Ranks(rank, world, local_rank, take_device(device, world, local_rank))
@@ -82,6 +90,7 @@ def start(device: str, timeout: timedelta) -> Ranks:
             timeout=timeout,
             device_id=chosen if chosen.type == "cuda" else None,
         )
+        words = LastWords(store, rank, world)
     return Ranks(rank, world, local_rank, chosen)
 
 
@@ -109,12 +118,20 @@ def refuse_mixture(kinds: Sequence[str], rank: int) -> None:
 
 
 def stop() -> None:
+    global words
+    words = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    """The end of a run, good or bad. NCCL's good end waits for the other ranks, which a failed one must not."""
+    """The end of a run, good or bad. NCCL's good end waits for the other ranks, which a failed one must not.
+
+    A rank that fails alone says why before it goes: rank 0 learns else only that it is gone.
+    """
+    if words is not None and isinstance(error, Exception) and not isinstance(error, LostRank | SaidElsewhere):
+        ours = isinstance(error, RequestError | WorkError)
+        words.leave(str(error) if ours else f"{type(error).__name__}: {first_line(error)}")
     if kind is not None and dist.is_initialized() and dist.get_backend() == "nccl" and dist.group.WORLD is not None:
         dist.group.WORLD.abort()
     stop()
@@ -190,8 +207,11 @@ def exchange() -> Iterator[None]:
         if isinstance(error, WorkError | torch.OutOfMemoryError) or of_gpu(error) or not of_transport(error):
             raise
         late = "did not answer within train.timeout" if TIMED_OUT.search(str(error)) else "is gone"
-        raise WorkError(
-            f"rank {rank_and_world()[0]} lost another rank, which {late}: its own last message, or torchrun's, says "
+        rank, _ = rank_and_world()
+        if rank == 0 and words is not None and (said := words.found()):
+            raise LostRank(said) from error
+        raise LostRank(
+            f"rank {rank} lost another rank, which {late}: its own last message, or torchrun's, says "
             "why; start all of them again with --resume"
         ) from error
 

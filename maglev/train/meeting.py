@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -48,3 +49,25 @@ def answer_until_all_came(store: dist.Store, name: str, world: int, timeout: tim
         if time.monotonic() > deadline:
             raise RuntimeError(f"not all came within {timeout.total_seconds():.0f} s")
         time.sleep(0.005)
+
+
+class LastWords:
+    """What a rank that fails alone leaves for rank 0 to tell."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        self.store, self.rank, self.world = store, rank, world
+
+    def leave(self, text: str) -> None:
+        # where the store is gone too there is nobody left to read it
+        with suppress(Exception):
+            self.store.set(self.key(self.rank), text)
+
+    def found(self) -> str:
+        """Those of the first other rank that has some, else nothing."""
+        for rank in range(self.world):
+            if rank != self.rank and self.store.check([self.key(rank)]):
+                return f"rank {rank}: {self.store.get(self.key(rank)).decode()}"
+        return ""
+
+    def key(self, rank: int) -> str:
+        return f"maglev/last-words/{rank}"

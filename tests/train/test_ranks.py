@@ -352,7 +352,7 @@ def test_memory_that_one_rank_lacks_where_both_meet_ends_them(data: Path, tmp_pa
     ranks = start_ranks(processes, [arguments] * 2, short)
     assert [process.wait(PATIENCE) for process in ranks] == [1, 1]
     assert "out of memory on cpu with 2 rows" in ranks[1].error and "train.rows_per_pass=1" in ranks[1].error
-    assert "rank 0 lost another rank, which is gone: its own last message" in ranks[0].error
+    assert "maglev: rank 1: out of memory on cpu with 2 rows" in ranks[0].error
     found = checkpoint.newest(tmp_path / "run", pytest.fail)
     assert found is not None and found.step == 2
 
