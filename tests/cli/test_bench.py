@@ -42,7 +42,7 @@ def test_a_recipe_reads_with_fixed_passes_and_says_that_its_weights_are_random(
         ("swa", "random"),
         ("maglev-shared-0.1", "random"),
     ]
-    assert result["passes_are"] == "fixed" and set(result["rows"][1]["passes"]) == {6}
+    assert result["passes_are"] == "fixed" and set(result["rows"][1]["passes"]) == {4}
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
