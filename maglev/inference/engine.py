@@ -65,7 +65,7 @@ class LanguageModel:
     def read(self, text: str, state: State | None = None, method: Method = "parallel") -> State:
         """Read text into a new state; the one given stays as it is.
 
-        "parallel" iterates passes over chunks to the decoder's own fixed point, "step" goes token by token; both end in
+        "parallel" iterates passes over blocks to the decoder's own fixed point, "step" goes token by token; both end in
         the same state, to the tolerance of the precision. `state.reading` says what it took.
         """
         if method not in get_args(Method):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ from maglev.model.chunk import Chunk, ChunkPass
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 
-# relative distance of the memories from where they settle, under which a chunk counts as settled
+# relative distance of the memories from where they settle, under which a block counts as settled
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-7, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 # positions of a pass at most
 LARGEST_CHUNK = 8192
@@ -32,6 +33,9 @@ LARGEST_CHUNK = 8192
 # keys and values is wrong in the next pass too; shorter ones leave a GPU idle.
 BLOCKS = 4
 PASS_BUDGET = 24
+# Blocks that are read before other threads have their turn. What has begun is finished first, which costs passes of
+# fewer blocks.
+TURN = 64
 # What shrinks fast at first may go on more slowly: no better rate than this is counted on.
 BEST_RATE = 0.3
 # Rounding can keep deep decoders from coming under the tolerance. Where the change has stopped falling, and is at most
@@ -70,7 +74,7 @@ class ReadingReport:
 
     @property
     def passes_per_token(self) -> float:
-        return self.computed / self.tokens
+        return self.computed / self.tokens if self.tokens else 0.0
 
 
 def default_block(config: ModelConfig) -> int:
@@ -110,16 +114,20 @@ def read_(
         if value is not None and value < 1:
             raise RequestError(f"{name} is {value}; it must be at least 1")
     tolerance = TOLERANCE[decoder.compute_dtype] if tolerance is None else tolerance
-    block = block or default_block(decoder.config)
-    report = ReadingReport(tokens=tokens.shape[1])
-    with alone(decoder):
-        if decoder.config.memory == "none":
-            pieces = read_without_memory_(decoder, tokens, state, block, report)
-        else:
-            pieces = settle_(decoder, tokens, state, block, blocks, passes, tolerance, budget, report)
-        for piece in pieces:
-            if memories is not None:
-                memories.append(piece)
+    length = tokens.shape[1]
+    block = min(block or default_block(decoder.config), max(1, length))
+    report = ReadingReport(tokens=length)
+    for first in range(0, length, TURN * block):
+        part = tokens[:, first : first + TURN * block]
+        with alone(decoder):
+            if decoder.config.memory == "none":
+                pieces = read_without_memory_(decoder, part, state, block, report)
+            else:
+                pieces = settle_(decoder, part, state, block, blocks, passes, tolerance, budget, report)
+            for piece in pieces:
+                if memories is not None:
+                    # of its own, or it would hold all that it is a part of
+                    memories.append(piece.clone())
     return report
 
 
@@ -152,7 +160,7 @@ class Front:
         self.chunk, self.block = chunk, block
         batch, length = chunk.tokens.shape
         self.memory = chunk.first_memory.new_zeros(batch, length, chunk.first_memory.shape[-1])
-        self.changes: list[list[Tensor]] = []  # by block and pass, each (B,)
+        self.changes: list[list[Tensor]] = []  # by block and pass, the largest of the rows
         self.recent = no_changes(batch, 0, device=chunk.tokens.device)  # (3, B, N)
         self.passes_here = 0  # since the first block is the first
         self.begin_blocks()
@@ -170,7 +178,7 @@ class Front:
         before, self.memory = self.memory, self.chunk.run(self.memory)
         found = block_changes(before, self.memory, self.block)
         self.recent = torch.cat((self.recent[1:], found[None]))
-        for changes, change in zip(self.changes, found.unbind(1), strict=True):
+        for changes, change in zip(self.changes, found.amax(dim=0).unbind(), strict=True):
             changes.append(change)
         self.passes_here += 1
 
@@ -206,7 +214,7 @@ def settle_(
 
     With a fixed number of passes, each takes in one block more than the one before it: every block has as many.
     """
-    first, length, room = 0, tokens.shape[1], block * blocks
+    first, length, room = 0, tokens.shape[1], block * min(blocks, passes or blocks)
     front: Front | None = None
     changes: list[list[Tensor]] = []
     while first < length:
@@ -236,7 +244,9 @@ def settle_(
             front.leave_(done, tokens[:, last : end if passes is None else min(end, last + block)])
         first += count
     report.passes += [len(each) for each in changes]
-    report.changes += [[float(change.max()) for change in each] for each in changes]
+    # from the device at once
+    values = iter(torch.stack([change for each in changes for change in each]).tolist())
+    report.changes += [list(islice(values, len(each))) for each in changes]
 
 
 def no_changes(*shape: int, device: torch.device) -> Tensor:

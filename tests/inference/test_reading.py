@@ -280,6 +280,53 @@ def test_blocks_are_a_window_and_without_memory_as_far_as_one_pass_carries() -> 
     assert default_block(without) == default_chunk(without) == 3 * 7 + 1
 
 
+def test_other_threads_have_their_turn_in_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends in the same state, and the lock is free in between."""
+    monkeypatch.setattr(reading, "TURN", 3)
+    decoder = contracting("maglev-shared-0.1", torch.float64)
+    turns = 0
+
+    class Turns:
+        def __enter__(self) -> None:
+            nonlocal turns
+            turns += 1
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(reading, "alone", lambda decoder: Turns())
+    tokens, state = random_tokens(2, 50), decoder.initial_state(2)
+    found: list[torch.Tensor] = []
+    report = read_(decoder, tokens, state, block=5, memories=found)
+    assert turns == 4 and report.tokens == 50 and len(report.passes) == 10
+    assert_same_state(state, stepped(decoder, tokens, decoder.initial_state(2)), 1e-8)
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in found)
+
+
+def test_blocks_longer_than_the_prompt_are_as_long_as_it() -> None:
+    decoder = contracting("maglev-shared-0.1", torch.float64)
+    tokens, state = random_tokens(1, 9), decoder.initial_state(1)
+    report = read_(decoder, tokens, state, block=10**13)
+    assert len(report.passes) == 1 and report.computed == 9 * report.passes[0]
+    assert_same_state(state, stepped(decoder, tokens, decoder.initial_state(1)), 1e-8)
+
+
+def test_an_empty_prompt_takes_no_passes() -> None:
+    decoder = contracting("maglev-shared-0.1", torch.float64)
+    report = read_(decoder, random_tokens(1, 0), decoder.initial_state(1))
+    assert (report.passes, report.computed, report.passes_per_token) == ([], 0, 0.0)
+
+
+def test_fewer_passes_than_blocks_need_room_for_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded on a GPU is what is counted."""
+    rooms = []
+    plain = reading.chunk_of
+    monkeypatch.setattr(reading, "chunk_of", lambda *given: rooms.append(given[-1]) or plain(*given))
+    decoder = contracting("maglev-shared-0.1", torch.float64)
+    for passes in (1, 2, 4, 6):
+        read_(decoder, random_tokens(1, 50), decoder.initial_state(1), block=5, blocks=4, passes=passes)
+    assert rooms == [5, 10, 20, 20]
+
+
 def test_reading_leaves_no_trace_of_the_prompt_in_the_state_size(tmp_path: Path) -> None:
     decoder = contracting("maglev-shared-0.1", torch.float32)
     sizes = set()
