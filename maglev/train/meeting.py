@@ -64,9 +64,10 @@ class LastWords:
 
     def found(self) -> str:
         """Those of the first other rank that has some, else nothing."""
-        for rank in range(self.world):
-            if rank != self.rank and self.store.check([self.key(rank)]):
-                return f"rank {rank}: {self.store.get(self.key(rank)).decode()}"
+        with suppress(Exception):
+            for rank in range(self.world):
+                if rank != self.rank and self.store.check([self.key(rank)]):
+                    return f"rank {rank}: {self.store.get(self.key(rank)).decode()}"
         return ""
 
     def key(self, rank: int) -> str:
