@@ -195,16 +195,21 @@ def rows(arguments: argparse.Namespace) -> int:
             max(1, arguments.jobs),
             stagger=arguments.stagger,
             limit=arguments.limit,
-            ended=partial(add_row, out=arguments.out, at_a_time=arguments.jobs),
+            ended=partial(add_row, out=arguments.out, logs=logs, at_a_time=arguments.jobs),
         )
     told = [{key: found[key] for key in ("row", "status", "seconds", "error") if key in found} for found in results]
     print(json.dumps({"rows": told, "out": str(arguments.out)}))
     return 1 if any(found["status"] for found in results) else 0
 
 
+def name_of(row: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", row.replace(", seed ", "-"))
+
+
 def job_of(words: str, seed: int, arguments: argparse.Namespace, logs: Path) -> Job:
     model, *own = words.split()
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{words}-{seed}")
+    row = f"{words}, seed {seed}"
+    name = name_of(row)
     command = [sys.executable, str(Path(__file__).resolve()), "row", model, "--seed", str(seed), "--name", name]
     for option in ("data", "requests", "scores", "depth", "window", "passes", "device", "keep"):
         value = getattr(arguments, option)
@@ -212,24 +217,28 @@ def job_of(words: str, seed: int, arguments: argparse.Namespace, logs: Path) -> 
     for option in ("text", "set"):
         command += [word for value in getattr(arguments, option) for word in (f"--{option}", str(value))]
     # the last of two options counts
-    return Job({"row": f"{words}, seed {seed}"}, [*command, *own], logs / name)
+    return Job({"row": row}, [*command, *own], logs / name)
 
 
-def add_row(found: dict[str, Any], out: Path, at_a_time: int = 1) -> None:
-    """With what the row took from start to end; rows that run beside it make it slower."""
+def add_row(found: dict[str, Any], out: Path, logs: Path, at_a_time: int = 1) -> None:
+    """With what the row took from start to end, earlier tries included; rows that run beside it make it slower."""
+    spent = logs / f"{name_of(found['row'])}.seconds"
+    seconds = round(found["seconds"] + (float(spent.read_text()) if spent.exists() else 0.0), 1)
     if "error" in found:
-        print(f"{found['row']}: {found['error']}, {found['seconds']} s", flush=True)
+        spent.write_text(str(seconds))
+        print(f"{found['row']}: {found['error']}, {seconds} s", flush=True)
         return
     # a diverged run has no numbers, and is a row all the same
     facts = finite({key: value for key, value in found.items() if key not in ("row", "status", "seconds")})
-    put_run(out, facts | {"row_seconds": found["seconds"], "rows_at_a_time": at_a_time})
+    put_run(out, facts | {"row_seconds": seconds, "rows_at_a_time": at_a_time})
+    spent.unlink(missing_ok=True)
     shown = ", ".join(
         f"{each['data']} {each['memory']} {math.nan if value is None else value:.4f}"
         for each in facts["bpb"]
         for value in [each[f"bpb_{each['memory']}"]]
     )
     rate = f"{found['tokens_per_second']:,.0f} tokens/s" if found["tokens_per_second"] else ""
-    print(f"{found['row']}: {shown}; {rate}, {found['seconds']} s", flush=True)
+    print(f"{found['row']}: {shown}; {rate}, {seconds} s", flush=True)
 
 
 def put_run(path: Path, facts: Facts) -> None:
