@@ -6,14 +6,15 @@
 `fast` is what training takes on this device, `plain` the same model without compilation, with attention and loss as
 plain PyTorch. Each is run twice, a step as one pass and as two (`plain-2`), which only add up in another order;
 `nudge-1` to `nudge-4` are `plain` with every initial weight off by a rounding of bfloat16. So all plain runs have the
-same rows, seed and arithmetic, and what lies between them is what rounding alone makes of a run: the spread. Kernels
-follow where each run on them is nearer to a plain one than two plain ones come to each other. To see that this could
-fail, plain runs of all other recipes are held against it too (`wrong_ones_that_follow`). `fp8` is `fast` with products
+same rows, seed and arithmetic, and what lies between the two that are farthest apart is what rounding alone can make of
+a run: the spread. Kernels follow where each run on them is at most that far from the plain one that is nearest to it.
+To see what this can tell, plain runs of all other recipes are held against it too (`wrong_ones_that_follow`), and each
+plain run is left out once (`hangs_on`: those without which kernels do not follow). `fp8` is `fast` with products
 in 8 bits, for two recipes and no part of the verdict. Losses are means over 20 steps; the text is the documentation of
 Python's own modules, byte by byte, so it depends on Python's version. The last line of stdout is JSON; with `--one`
 that is the losses of one recipe and way, up to `--stop` where it is given; there, `exact` is `plain` in float32 and
 `compiled` is `plain` with compiled blocks on any device. FILE has every run that is done as soon as it is, and what is
-in it is not run again.
+in it is not run again. Exits with 1 where kernels do not follow.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ COMPILED = ("fast", "fp8")
 # and beside them, for these
 BESIDE, BESIDES = ("swa-ssss", "maglev-shared-0.1"), ("fp8",)
 SMOOTH = 20
+Curves = dict[str, list[float]]
 
 
 class TextRows:
@@ -159,18 +161,25 @@ def gap(one: list[float], other: list[float]) -> float:
     return float(apart[len(apart) // 10 :].max())
 
 
-def nearest(curve: list[float], curves: dict[str, list[float]]) -> float:
+def nearest(curve: list[float], curves: Curves, plain: Sequence[str] = PLAIN) -> float:
     """To a plain one."""
-    return min(gap(curve, curves[way]) for way in PLAIN)
+    return min(gap(curve, curves[way]) for way in plain)
 
 
-def compare(curves: dict[str, list[float]], others: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+def bounds(curves: Curves, plain: Sequence[str] = PLAIN) -> tuple[float, float]:
+    """-> how far a run on kernels is from the nearest of these plain ones, at most; how far these are apart"""
+    spread = max(gap(curves[one], curves[other]) for one, other in itertools.combinations(plain, 2))
+    # a curve that is not finite does not follow
+    return float(np.max([nearest(curves[way], curves, plain) for way in FAST])), spread
+
+
+def compare(curves: Curves, others: dict[str, Curves]) -> dict[str, Any]:
     """Kernels beside plain runs of a recipe, and those of `others`, which are wrong models here."""
     row: dict[str, Any] = {"last": {way: float(smooth(losses)[-1]) for way, losses in curves.items()}}
-    row["spread"] = max(gap(curves[one], curves[other]) for one, other in itertools.combinations(PLAIN, 2))
-    row["farthest"] = float(np.max([nearest(curves[way], curves) for way in FAST]))
-    # a curve that is not finite does not follow
+    row["farthest"], row["spread"] = bounds(curves)
     row["follows"] = row["farthest"] <= row["spread"]
+    without = {way: bounds(curves, [other for other in PLAIN if other != way]) for way in PLAIN}
+    row["hangs_on"] = [way for way, (farthest, spread) in without.items() if row["follows"] and not farthest <= spread]
     wrong = {recipe: nearest(theirs["plain"], curves) for recipe, theirs in others.items()}
     row["nearest_wrong_one"] = min(wrong.values(), default=None)
     row["wrong_ones_that_follow"] = [recipe for recipe, distance in wrong.items() if distance <= row["spread"]]
@@ -181,6 +190,7 @@ def verdict(recipe: str, row: dict[str, Any]) -> str:
     wrong = row["wrong_ones_that_follow"]
     control = f"so near are {', '.join(wrong)}" if wrong else "no other recipe is so near"
     gaps = f"at most {row['farthest']:.4f} from a plain run, which are up to {row['spread']:.4f} apart; {control}"
+    gaps += f"; not without {' or '.join(row['hangs_on'])}" if row["hangs_on"] else ""
     return f"{recipe:20} kernels {'follow' if row['follows'] else 'do not follow'}: {gaps}"
 
 
@@ -201,7 +211,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     plots.save_plot(path, panels, (11.4, 5.2))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES), metavar="RECIPE")
     parser.add_argument("--steps", type=int, default=200)
@@ -217,7 +227,7 @@ def main() -> None:
     device = torch.device(asked.device)
     if asked.one:
         print(json.dumps(losses_of(*asked.one, asked, device)))
-        return
+        return 0
     if asked.plot:
         plots.check_plot(asked.plot)
     orders = [(recipe, way) for recipe in asked.recipes for way in WAYS]
@@ -257,7 +267,8 @@ def main() -> None:
     for row in results.values():
         del row["losses"]
     print(json.dumps(result))
+    return 1 if apart else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

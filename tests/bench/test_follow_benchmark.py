@@ -54,6 +54,16 @@ def test_other_recipes_show_whether_a_wrong_model_would_follow(script: Any) -> N
     assert "no other recipe is so near" in script.verdict("a", script.compare(curves(2.0, 2.0), {"far": others["far"]}))
 
 
+def test_a_verdict_that_hangs_on_one_plain_run_says_so(script: Any) -> None:
+    assert script.compare(curves(2.0, 2.01), {})["hangs_on"] == []
+    # one that went astray makes room for kernels that are wrong
+    astray = curves(2.3, 2.3) | {"nudge-3": [3.0] * 40}
+    row = script.compare(astray, {})
+    assert row["follows"] and row["hangs_on"] == ["nudge-3"]
+    assert script.verdict("a", row).endswith("; not without nudge-3")
+    assert script.compare(curves(2.3, 2.3), {})["hangs_on"] == []
+
+
 def test_a_nudge_is_a_rounding_of_bfloat16(script: Any) -> None:
     weights = torch.randn(64, 64)
     one, again, other = (weights.clone() for _ in range(3))
@@ -75,7 +85,7 @@ def test_every_recipe_and_the_whole_get_a_verdict(
     out = tmp_path / "follow.json"
     monkeypatch.setattr(script, "run_one", run_one)
     monkeypatch.setattr(sys, "argv", ["follow.py", "--device", "cpu", "--out", str(out)])
-    script.main()
+    assert script.main() == 1
     *lines, last = capsys.readouterr().out.splitlines()
     told = [line for line in lines if ": at most 0.0000 from a plain run, which are up to 0.0400 apart" in line]
     assert len(told) == len(RECIPES) - 1
