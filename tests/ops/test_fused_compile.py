@@ -187,7 +187,7 @@ OTHERS: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         | {"empty_ptr": "*i64", "scale": "fp32"}
         | dict.fromkeys(("count", "first", "step", "length", "window"), "i32"),
         {"HEADS": HEADS, "KV_HEADS": HEADS, "GROUP": 1, "DIM": HEAD_DIM, "BLOCK": HEAD_DIM}
-        | {"QUERIES": fused_read.DENSE[0], "KEYS": fused_read.DENSE[1]},
+        | {"QUERIES": fused_read.NARROW[0], "KEYS": fused_read.NARROW[1]},
     ),
 }
 
