@@ -107,16 +107,19 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    if "MAGLEV_BEGAN" in os.environ:
-        # errors alone: nothing of PyTorch
-        from maglev.errors import RequestError, WorkError
+    # nothing of PyTorch yet: its import is measured
+    from maglev.errors import RequestError, WorkError
+    from maglev.recipes import run_config
+    from maglev.settings import parse_assignments
 
-        try:
+    try:
+        if "MAGLEV_BEGAN" in os.environ:
             print(json.dumps(work(asked)))
-        except (RequestError, WorkError) as error:
-            print(f"start: {error}", file=sys.stderr)
-            return 2 if isinstance(error, RequestError) else 1
-        return 0
+            return 0
+        run_config(asked.recipe, asked.depth, parse_assignments(asked.set))
+    except (RequestError, WorkError) as error:
+        print(f"start: {error}", file=sys.stderr)
+        return 2 if isinstance(error, RequestError) else 1
     with TemporaryDirectory(prefix="maglev-start-", ignore_cleanup_errors=True) as caches:
         own = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
         own |= {"MAGLEV_BEGAN": str(time.time())}

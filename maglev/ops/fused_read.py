@@ -15,8 +15,8 @@ NARROW, WIDE = (128, 64, 8), (32, 32, 4)
 
 @triton.jit
 def enter_kernel(  # type: ignore[no-untyped-def]
-    projected_ptr, memory_ptr, cos_ptr, sin_ptr, query_ptr, key_ptr, value_ptr, width, memory_width, count, first, length,
-    eps,
+    projected_ptr, memory_ptr, cos_ptr, sin_ptr, query_ptr, key_ptr, value_ptr, width, memory_width, count, first,
+    length, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, MEMORY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip

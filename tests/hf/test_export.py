@@ -65,12 +65,13 @@ def test_logits_and_text_are_the_engines(recipe: str, lively: Train, exported: T
 
 
 def test_exports_run_where_maglev_is_not(lively: Train, exported: Train, tmp_path: Path) -> None:
-    folders = [exported(recipe) for recipe in KINDS]
+    kinds = ("maglev-shared-0.1", "swa-ssss")
+    folders = [exported(recipe) for recipe in kinds]
     command = [sys.executable, answers_script.__file__, str(tmp_path), *map(str, folders)]
     environment = os.environ | {"HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for recipe, folder in zip(KINDS, folders, strict=True):
+    for recipe, folder in zip(kinds, folders, strict=True):
         found = load_file(tmp_path / f"{recipe}.safetensors")
         torch.testing.assert_close(found.pop("loss"), trained_loss(*opened(folder)), rtol=1e-6, atol=1e-6)
         assert_engines(found, maglev.load(lively(recipe)))

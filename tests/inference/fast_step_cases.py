@@ -33,8 +33,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=RECIPES,
 )
 def test_equals_the_decoder_beyond_the_window(recipe: str, shape: dict[str, int]) -> None:
-    # every step takes the interpreter a second; what differs in the last one is not the ring
-    interpreted = 9 if recipe == BOTH else 16
+    # every step takes the interpreter up to a second; windows are 5 and, where they are the whole context, 12
+    interpreted = 14 if recipe == "transformer-slsl" else 9
     follow(tiny(recipe, DEVICE, **shape), "triton", batch=1, steps=interpreted if INTERPRETED else 40, bound=1e-4)
 
 
@@ -48,7 +48,7 @@ def test_equals_the_decoder_on_ragged_rows(recipe: str) -> None:
 def test_equals_the_decoder_where_the_window_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_ring, "PROGRAMS", 64)
     monkeypatch.setattr(fused_ring, "TILE", 32)
-    follow(tiny("maglev-shared-0.1", DEVICE), "triton", batch=1, steps=8, bound=1e-4)
+    follow(tiny("maglev-shared-0.1", DEVICE), "triton", batch=1, steps=5 if INTERPRETED else 8, bound=1e-4)
 
 
 def test_equals_the_decoder_where_the_products_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,9 +61,9 @@ def test_reading_equals_the_decoder_s_own(recipe: str) -> None:
     """Two sequences that have read 3 and 14 tokens before, in blocks."""
     decoder = tiny(recipe, DEVICE, kv_heads=1)
     state = decoder_rows(ragged_state(decoder), slice(1, 3))
-    expected, tokens = state.clone(), random_tokens(2, 21, seed=5).to(DEVICE)
-    read_(FastDecoder(decoder, "triton"), tokens, state, block=6, passes=3)
-    read_(decoder, tokens, expected, block=6, passes=3)
+    expected, tokens = state.clone(), random_tokens(2, 13, seed=5).to(DEVICE)
+    read_(FastDecoder(decoder, "triton"), tokens, state, block=3, passes=3)
+    read_(decoder, tokens, expected, block=3, passes=3)
     assert_same_state(state, expected, 1e-4)
 
 
@@ -134,7 +134,7 @@ class GraphCases:
                 tokens = random_tokens(rows, 40, seed=seed).to(DEVICE)
                 state, expected = fast.initial_state(rows), decoder.initial_state(rows)
                 read_(fast, tokens, state, block=3, passes=4)
-                # four blocks of 3 are padded to 16; without memory there is one, padded to 4, and what is left at the end
+                # four blocks of 3 are padded to 16; without memory there is one, padded to 4, then a shorter one
                 assert (4 if recipe == "swa-ssss" else 16) in {length for _, length in fast.recorded_passes}
                 read_(decoder, tokens, expected, block=3, passes=4)
                 assert_same_state(state, expected, 1e-4)

@@ -75,7 +75,7 @@ CASES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(case=CASES)
 def test_every_way_to_compute_a_state_gives_the_same_one(case: dict, tmp_path_factory: pytest.TempPathFactory) -> None:
     bound = BOUNDS[case["dtype"]]

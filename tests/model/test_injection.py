@@ -37,6 +37,7 @@ from tests.helpers import (
 SEVERAL = ["shared_kv+slots", "shared_kv+layer_residual", "tokens+slots+cross_attention"]
 ALL = [*get_args(InjectionKind), *SEVERAL]
 OTHERS = [name for name in ALL if name != "shared_kv"]
+ONE_OF_EACH_PLACE = ("layer_kv", "tokens", "cross_attention", "shared_kv+slots", "shared_kv+layer_residual")
 CONTEXT, WINDOW = 24, 8
 LENGTHS = (1, WINDOW - 3, WINDOW, WINDOW + 1, CONTEXT + 1, 60)
 
@@ -224,7 +225,10 @@ def test_kernels_serve_what_they_can_compute(injection: str, monkeypatch: pytest
     assert (fastest(objective.decoder) == "kernels") == stepped
 
 
-@pytest.mark.parametrize("injection", OTHERS)
+@pytest.mark.parametrize(
+    "injection",
+    [name if name in ONE_OF_EACH_PLACE else pytest.param(name, marks=pytest.mark.soak) for name in OTHERS],
+)
 def test_blocks_compile_without_a_break(injection: str) -> None:
     """The part that dynamo sees, as in training on a GPU."""
     objective = small("maglev-shared-0.1", injection=injection, dtype=torch.float32)

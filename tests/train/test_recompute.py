@@ -87,7 +87,8 @@ class Counted:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "recompute", "spared"), [("maglev-shared-0.1", "selective", 0), ("lrt-ssss", "full", 2)]
+    ("recipe", "recompute", "spared"),
+    [("maglev-shared-0.1", "selective", 0), pytest.param("lrt-ssss", "full", 2, marks=pytest.mark.soak)],
 )
 def test_gradients_in_compiled_blocks(
     recipe: str, recompute: str, spared: int, monkeypatch: pytest.MonkeyPatch

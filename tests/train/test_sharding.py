@@ -65,15 +65,19 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory, fork_server: Ser
     return folder
 
 
+ONE_OF_EACH_KIND = ("swa-ssss", "lrt-ssss", "maglev-shared-0.1", "maglev-separate-0.1", "maglev-closed")
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_recipe_has_the_losses_of_one_process(
     world: int, data: Path, alone: Path, tmp_path: Path, processes: Processes
 ) -> None:
     """Two layers: with one, nothing lies between the scales and the norm that does not see them."""
     modes = ("none", "full")
-    jobs = [job(recipe, data, tmp_path / f"{recipe}-{mode}", mode, **FEW) for recipe in ALL_RECIPES for mode in modes]
+    recipes = ALL_RECIPES if world == 2 else ONE_OF_EACH_KIND
+    jobs = [job(recipe, data, tmp_path / f"{recipe}-{mode}", mode, **FEW) for recipe in recipes for mode in modes]
     run_jobs(processes, jobs, world)
-    for recipe in ALL_RECIPES:
+    for recipe in recipes:
         norms = [row["gradient_norm"] for row in read_metrics(alone / recipe)]
         shapes = {name: tensor.shape for name, tensor in tensors_of(alone / recipe).items()}
         for run in (tmp_path / f"{recipe}-{mode}" for mode in modes):
