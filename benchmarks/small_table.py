@@ -33,6 +33,7 @@ import torch
 from text import settings_of
 
 import maglev
+from maglev import files
 from maglev.__main__ import main as verbs
 from maglev.bench.clock import machine_facts
 from maglev.bench.jobs import Job, work_through
@@ -202,14 +203,9 @@ def rows(arguments: argparse.Namespace) -> int:
     return 1 if any(found["status"] for found in results) else 0
 
 
-def name_of(row: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "-", row.replace(", seed ", "-"))
-
-
 def job_of(words: str, seed: int, arguments: argparse.Namespace, logs: Path) -> Job:
     model, *own = words.split()
-    row = f"{words}, seed {seed}"
-    name = name_of(row)
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{words}-{seed}")
     command = [sys.executable, str(Path(__file__).resolve()), "row", model, "--seed", str(seed), "--name", name]
     for option in ("data", "requests", "scores", "depth", "window", "passes", "device", "keep"):
         value = getattr(arguments, option)
@@ -217,19 +213,19 @@ def job_of(words: str, seed: int, arguments: argparse.Namespace, logs: Path) -> 
     for option in ("text", "set"):
         command += [word for value in getattr(arguments, option) for word in (f"--{option}", str(value))]
     # the last of two options counts
-    return Job({"row": row}, [*command, *own], logs / name)
+    return Job({"row": f"{words}, seed {seed}", "name": name}, [*command, *own], logs / name)
 
 
 def add_row(found: dict[str, Any], out: Path, logs: Path, at_a_time: int = 1) -> None:
     """With what the row took from start to end, earlier tries included; rows that run beside it make it slower."""
-    spent = logs / f"{name_of(found['row'])}.seconds"
+    spent = logs / f"{found['name']}.seconds"
     seconds = round(found["seconds"] + (float(spent.read_text()) if spent.exists() else 0.0), 1)
     if "error" in found:
-        spent.write_text(str(seconds))
+        files.write_text(spent, str(seconds))
         print(f"{found['row']}: {found['error']}, {seconds} s", flush=True)
         return
     # a diverged run has no numbers, and is a row all the same
-    facts = finite({key: value for key, value in found.items() if key not in ("row", "status", "seconds")})
+    facts = finite({key: value for key, value in found.items() if key not in ("row", "name", "status", "seconds")})
     put_run(out, facts | {"row_seconds": seconds, "rows_at_a_time": at_a_time})
     spent.unlink(missing_ok=True)
     shown = ", ".join(

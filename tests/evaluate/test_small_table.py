@@ -57,7 +57,7 @@ def test_rows_make_a_table(
         capsys.readouterr()
         assert script.main(["row", name, *map(str, common), *map(str, own)]) == 0
         found = json.loads(capsys.readouterr().out)
-        script.add_row(found | {"row": name, "status": 0, "seconds": 1.0}, out, tmp_path)
+        script.add_row(found | {"row": name, "name": name, "status": 0, "seconds": 1.0}, out, tmp_path)
     assert (
         script.main(
             ["aggregate", str(out), "--scores", str(scores), "--tokenizer", str(data), "--data", str(tasks_folder)]
@@ -118,7 +118,7 @@ def test_rows_are_processes_and_keep_what_they_took(
     assert json.loads(capsys.readouterr().out)["bpb"] == run["bpb"]
     assert (keep / "swa-ssss-3" / "metrics.jsonl").read_bytes() == before
     # what earlier tries took is counted
-    named = {"row": "swa-ssss, seed 3", "status": 0}
+    named = {"row": "swa-ssss, seed 3", "name": "swa-ssss-3", "status": 0}
     script.add_row(named | {"error": "stopped at the limit", "seconds": 5.0}, out, keep)
     script.add_row(named | {"error": "stopped at the limit", "seconds": 0.5}, out, keep)
     for seconds in (7.5, 2.0):
@@ -157,7 +157,7 @@ def test_a_diverged_row_is_kept_and_a_foreign_file_is_not_written_to(
     out = tmp_path / "small.json"
     facts = dict.fromkeys(KEYS, 0) | {"run": "mamba-2-0", "tokens": 9, "tokens_per_second": None, "seconds": 1.0}
     bpb = [{"data": "text", "memory": "recurrent", "bpb_recurrent": float("nan")}]
-    script.add_row(facts | {"row": "mamba-2, seed 0", "status": 0, "bpb": bpb}, out, tmp_path)
+    script.add_row(facts | {"row": "mamba-2, seed 0", "name": "mamba-2-0", "status": 0, "bpb": bpb}, out, tmp_path)
     assert "text recurrent nan" in capsys.readouterr().out
     assert json.loads(out.read_text())["runs"][0]["bpb"][0]["bpb_recurrent"] is None
     out.write_text("{}")
