@@ -126,11 +126,18 @@ def score(
 
 def check_extra() -> None:
     try:
-        import lm_eval  # noqa: F401
+        import lm_eval
     except ImportError:
         raise RequestError(
             "lm_eval is missing; install the extra 'tasks' of maglev, or build requests on a machine that has it "
             "and answer them here with 'maglev eval score'"
+        ) from None
+    try:
+        import maglev.evaluate.harness  # noqa: F401
+    except ImportError as error:
+        version = getattr(lm_eval, "__version__", "of another kind")
+        raise RequestError(
+            f"lm_eval {version} does not fit ({error}); install the version of constraints.txt, or the extra 'tasks'"
         ) from None
 
 

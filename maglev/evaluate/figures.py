@@ -23,10 +23,12 @@ RECIPE_COLOURS = {
     "lrt-slsl": "#0d9488",
     "lrt-ssss": "#4d9b3a",
     "maglev-shared-0.1": "#3b82f6",
-    "maglev-shared-1": "#0891b2",
+    "maglev-shared-1": "#6366c9",
     "maglev-separate-0.1": "#a855f7",
     "maglev-separate-1": "#db2777",
     "maglev-closed": "#ef4444",
+    "gated-deltanet": "#a07d00",
+    "mamba-2": "#8d6e63",
 }
 OTHER_COLOURS = ("#b45fbf", "#6b8e23", "#c2703d", "#5b8db8", "#b8860b", "#7c7fd6", "#3d9a6d", "#c75b7a")
 

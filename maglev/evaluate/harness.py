@@ -34,6 +34,9 @@ PAPER = "paper"
 # of the standard errors that have no formula, such as that of perplexity
 BOOTSTRAPS = 1000
 
+if not hasattr(TaskManager, "load"):
+    raise ImportError("its TaskManager has no load")
+
 
 class HarnessLM(TemplateLM):
     """Text begins with BOS, once. More than `max_length` tokens lose their beginning, as in the harness's own models;

@@ -225,6 +225,8 @@ def read_rows(folder: Path, task: PaperTask, limit: int | None = None) -> list[R
             f"{path} has {len(rows):,} items and {task.name} has {task.items:,}; bring the whole file, "
             f"or ask for fewer with --limit {len(rows)}"
         )
+    if limit is None and len(rows) > wanted:
+        raise RequestError(f"{path} has {len(rows):,} items and {task.name} has {task.items:,}; bring the file again")
     return rows
 
 

@@ -26,6 +26,8 @@ Row = dict[str, Any]
 MARKERS = "osD^v*"
 # more curves than that have their legend beside the axes
 INSIDE = 4
+# inches of one more panel, and of a line in a legend
+PANEL, ENTRY = 3.4, 0.19
 # long enough to show dashes beside a marker
 HANDLE = 3.5
 # what was found; all else says what was measured
@@ -96,41 +98,75 @@ def identity(row: Row) -> str:
 
 def draw_rows(path: Path, rows: Sequence[Row]) -> None:
     """Accuracy over distance, the mean over seeds; SVG, PNG or PDF by the file's ending."""
-    save_plot(path, partial(draw_recall, rows=rows), SIZE if len(curves(rows)) <= INSIDE else WIDE)
+    drawn = curves(rows)
+    if len(drawn) <= INSIDE:
+        save_plot(path, partial(draw_recall, rows=rows), SIZE)
+        return
+    names = {name for name, *_ in drawn}
+    tasks = set(map(task_of, rows))
+    entries = len(names) + len({source for _, _, source, _ in drawn})
+    width = WIDE[0] + PANEL * (len(tasks) - 1)
+    save_plot(path, partial(draw_recall, rows=rows), (width, max(WIDE[1], 0.6 + ENTRY * entries)))
 
 
 def draw_recall(figure: "Figure", rows: Sequence[Row]) -> None:
-    palette = colours(list(dict.fromkeys(row["recipe"] for row in rows)))
-    axes = figure.add_subplot()
-    drawn = curves(rows)
-    # of each recipe and memory source one after another, so that settings can be told apart
-    counted: dict[tuple[str, str], int] = {}
-    for name, recipe, source, lines in drawn:
-        x, y = zip(*lines, strict=True)
-        number = counted.get((recipe, source), 0)
-        counted[recipe, source] = number + 1
-        axes.plot(
-            x,
-            y,
-            LINE_STYLES[source],
-            marker=MARKERS[number % len(MARKERS)],
-            markersize=3.5,
-            color=palette[recipe],
-            linewidth=LINE,
-            label=name,
-        )
-    for chance in sorted({row["chance"] for row in rows}):
-        axes.axhline(chance, color="#888888", linewidth=0.8, linestyle=(0, (1, 2)))
-    axes.axvline(1, color="#888888", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_ylim(-0.02, 1.02)
-    axes.set_xlabel("distance, in plain reaches: layers x (W - 1)")
-    axes.set_ylabel("recall (dotted: chance)")
-    if len(drawn) <= INSIDE:
-        axes.legend(handlelength=HANDLE)
+    """A panel for every task. A colour for every recipe, shades of it for its settings; dashes tell the memories."""
+    tasks = list(dict.fromkeys(map(task_of, rows)))
+    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+    looks = looks_of(curves(rows))
+    for axes, task in zip(panels, tasks, strict=True):
+        for name, _, source, points in curves([row for row in rows if task_of(row) == task], rows):
+            x, y = zip(*points, strict=True)
+            colour, marker = looks[name]
+            axes.plot(x, y, LINE_STYLES[source], marker=marker, markersize=3.5, color=colour, linewidth=LINE)
+        for chance in sorted({row["chance"] for row in rows if task_of(row) == task}):
+            axes.axhline(chance, color="#888888", linewidth=0.8, linestyle=(0, (1, 2)))
+        axes.axvline(1, color="#888888", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_ylim(-0.02, 1.02)
+        axes.set_xlabel("distance, in plain reaches: layers x (W - 1)")
+        if len(tasks) > 1:
+            axes.set_title(f"{task[0]} {task[1]}", fontsize=9)
+    panels[0].set_ylabel("recall (dotted: chance)")
+    add_legend(figure, rows, looks)
+
+
+def add_legend(figure: "Figure", rows: Sequence[Row], looks: Mapping[str, tuple[Any, str]]) -> None:
+    from matplotlib.lines import Line2D
+
+    style: dict[str, Any] = {"linewidth": LINE}
+    handles = [
+        Line2D([], [], color=colour, marker=marker, markersize=3.5, label=name, **style)
+        for name, (colour, marker) in looks.items()
+    ]
+    for source in dict.fromkeys(row["memory"] for row in rows):
+        look = style | {"color": "#888888", "linestyle": LINE_STYLES[source]}
+        handles.append(Line2D([], [], label=f"{source} memories", **look))
+    if len(curves(rows)) <= INSIDE:
+        figure.axes[0].legend(handles=handles, handlelength=HANDLE)
     else:
-        figure.legend(loc="outside right upper", handlelength=HANDLE)
+        figure.legend(handles=handles, loc="outside right upper", handlelength=HANDLE)
+
+
+Curve = tuple[str, str, str, list[tuple[float, float]]]
+
+
+def looks_of(drawn: Sequence[Curve]) -> dict[str, tuple[Any, str]]:
+    """Colour and marker by name: the recipe's own, then darker and lighter ones."""
+    from matplotlib.colors import to_rgb
+
+    recipes = list(dict.fromkeys(recipe for _, recipe, _, _ in drawn))
+    palette = colours(recipes)
+    found: dict[str, tuple[Any, str]] = {}
+    for recipe in recipes:
+        # the recipe as it is first
+        names = sorted({name for name, own, _, _ in drawn if own == recipe}, key=lambda name: (len(name), name))
+        for number, name in enumerate(names):
+            goal, share = number % 2 == 0, min(0.3 * ((number + 1) // 2), 0.75)
+            colour = tuple(value + share * (goal - value) for value in to_rgb(palette[recipe]))
+            found[name] = colour, MARKERS[number % len(MARKERS)]
+    return found
 
 
 def draw_costs(path: Path, rows: Sequence[Row]) -> None:
@@ -169,29 +205,38 @@ def cost_curves(rows: Sequence[Row], first: int, last: int) -> list[tuple[str, s
     return drawn
 
 
-def groups(rows: Sequence[Row], but: Sequence[str]) -> list[tuple[str, list[Row]]]:
-    """Rows that differ in these alone, with what tells them from others."""
+def task_of(row: Row) -> tuple[str, int]:
+    return row["variant"], row["pairs"]
+
+
+def groups(
+    rows: Sequence[Row], but: Sequence[str], among: Sequence[Row] = (), named_by_task: bool = True
+) -> list[tuple[str, list[Row]]]:
+    """Rows that differ in these alone, with what tells them from others, in all that they are `among`."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         same = {key: value for key, value in row.items() if key not in but}
         found.setdefault(identity(same), []).append(row)
-    tasks = {(row["variant"], row["pairs"]) for row in rows}
+    every = among or rows
+    tasks = set(map(task_of, every))
     named = []
     for group in found.values():
         first = group[0]
-        telling = telling_settings([row for row in rows if row["recipe"] == first["recipe"]])
-        words = [first["recipe"], first["memory"]]
-        words += [f"{first['variant']} {first['pairs']}"] if len(tasks) > 1 else []
+        telling = telling_settings([row for row in every if row["recipe"] == first["recipe"]])
+        words = [first["recipe"]]
+        if named_by_task:
+            words += [first["memory"], *([f"{first['variant']} {first['pairs']}"] if len(tasks) > 1 else [])]
         words += ["trained on text"] if first.get("trained_on") == "text" else []
         words += [f"{key.split('.')[-1]} {shown(value)}" for key, value in first["settings"].items() if key in telling]
         named.append((", ".join(words), group))
     return named
 
 
-def curves(rows: Sequence[Row]) -> list[tuple[str, str, str, list[tuple[float, float]]]]:
-    """(name, recipe, memory source, points) of all rows that differ in seed and distance alone."""
+def curves(rows: Sequence[Row], among: Sequence[Row] = ()) -> list[Curve]:
+    """(name, recipe, memory source, points) of all rows that differ in seed and distance alone. Names tell settings:
+    dashes tell the memories, and tasks have panels."""
     drawn = []
-    for name, group in groups(rows, ("seed", "distance")):
+    for name, group in groups(rows, ("seed", "distance"), among, named_by_task=False):
         first = group[0]
         values: dict[str, list[float]] = {}
         for row in group:

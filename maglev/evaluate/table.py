@@ -50,6 +50,7 @@ COSTS = {
     "tokens_per_second": "tokens/s",
     "row_seconds": "seconds in all",
 }
+SPEEDS = ("tokens_per_second",)
 
 LABELS = {
     "transformer-slsl": "Transformer (SLSL)",
@@ -86,6 +87,8 @@ class Cell:
     # to SWA's of the same origin
     difference: float | None = None
     best: bool = False
+    # a line may have measured some numbers of fewer runs
+    seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,22 +174,27 @@ def distinction(group: Sequence[Facts], others: Sequence[Sequence[Facts]]) -> st
 
 
 def our_line(group: Sequence[Facts], label: str, source: str, passes: int | None) -> Line:
-    values: dict[str, list[float]] = {}
-    seeds: set[int] = set()
-    for run in group:
+    values: dict[str, dict[int, float]] = {}
+    for run in sorted(group, key=lambda run: run["seed"]):
         for key, value in numbers_of(run, source, passes).items():
-            values.setdefault(key, []).append(value)
-            seeds.add(run["seed"])
-    cells = {
-        key: Cell(statistics.fmean(own), statistics.stdev(own) if len(own) > 1 else None) for key, own in values.items()
-    }
-    first = group[0]
+            values.setdefault(key, {})[run["seed"]] = value
+    cells = {}
+    for key, by_seed in values.items():
+        own = list(by_seed.values())
+        spread = statistics.stdev(own) if len(own) > 1 else None
+        cells[key] = Cell(statistics.fmean(own), spread, seeds=tuple(by_seed))
+    seeds = tuple(sorted({seed for by_seed in values.values() for seed in by_seed}))
     costs = {
         key: statistics.fmean(known)
         for key in COSTS
-        if (known := [run[key] for run in group if run.get(key) is not None])
+        if (known := [run[key] for run in group if run.get(key) is not None and (key not in SPEEDS or was_alone(run))])
     }
-    return Line(label, first["recipe"], OURS, source, tuple(sorted(seeds)), cells, passes, costs)
+    return Line(label, group[0]["recipe"], OURS, source, seeds, cells, passes, costs)
+
+
+def was_alone(run: Facts) -> bool:
+    """Of several at a time on one device each is slower, and by how much depends on the others."""
+    return run.get("rows_at_a_time", 1) == 1
 
 
 def numbers_of(run: Facts, source: str, passes: int | None) -> dict[str, float]:
@@ -207,13 +215,17 @@ def numbers_of(run: Facts, source: str, passes: int | None) -> dict[str, float]:
 
 
 def compared(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ...]:
-    """With differences to SWA and the best marked: ours among what a user gets, the paper's in its whole table."""
+    """With differences to SWA and the best marked: ours among what a user gets after as many tokens, the paper's in its
+    whole table."""
     base = {
         origin: next((line for line in lines if (line.recipe, line.origin) == (BASELINE, origin)), None)
         for origin in (OURS, PAPER)
     }
     published = [published_line(recipe) for recipe in PUBLISHED]
-    rivals = {OURS: [line for line in lines if line.origin == OURS and line.memory == "recurrent"], PAPER: published}
+    ours = [line for line in lines if line.origin == OURS and line.memory == "recurrent"]
+    tokens = {line.model: line.costs.get("tokens") for line in lines}
+    usual = tokens[(base[OURS] or ours[0]).model] if ours else None
+    rivals = {OURS: [line for line in ours if tokens[line.model] in (usual, None)], PAPER: published}
     found = []
     for line in lines:
         cells = {}
@@ -223,7 +235,8 @@ def compared(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ..
             cell, reference = line.cells[column.key], base[line.origin]
             compares = reference is not None and reference is not line and column.key in reference.cells
             difference = cell.value - reference.cells[column.key].value if reference and compares else None
-            best = line.memory in ("recurrent", UNSTATED) and is_best(cell, rivals[line.origin], column)
+            competes = line.origin == PAPER or line in rivals[OURS]
+            best = competes and is_best(cell, rivals[line.origin], column)
             cells[column.key] = replace(cell, difference=difference, best=best)
         found.append(replace(line, cells=cells))
     return tuple(found)

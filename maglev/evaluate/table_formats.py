@@ -10,14 +10,30 @@ from maglev.evaluate.table import ACCURACIES, COSTS, OURS, PAPER, Cell, Column, 
 HEADINGS = ("model", "numbers", "memory", "seeds")
 NOTE = (
     "Ours: mean over seeds ± standard deviation, where there is more than one. Best of ours in bold among recurrent "
-    "numbers, what a user gets."
+    "numbers, what a user gets, after as many tokens as SWA's."
 )
 PAPERS_NOTE = " The paper's are beside its own SWA, best in its whole table, after 43.52B tokens at depth 20."
+# behind a number of fewer seeds than its line has
+FEWER = "†"
 DIFFERENCES, COST = "Difference to SWA", "What a run of ours took"
 
 
 def note(table: PaperTable) -> str:
-    return NOTE + chances(table) + (PAPERS_NOTE if any(line.origin == PAPER for line in table.lines) else "")
+    theirs = PAPERS_NOTE if any(line.origin == PAPER for line in table.lines) else ""
+    return NOTE + fewer_seeds(table) + chances(table) + theirs
+
+
+def is_of_fewer(cell: Cell, line: Line) -> bool:
+    return line.origin == OURS and cell.seeds != line.seeds
+
+
+def fewer_seeds(table: PaperTable) -> str:
+    """What the mark of such cells stands for."""
+    found = {cell.seeds for line in table.lines for cell in line.cells.values() if is_of_fewer(cell, line)}
+    if not found:
+        return ""
+    alone = f"seed {next(iter(found))[0]} alone" if len(found) == 1 and len(next(iter(found))) == 1 else "some of them"
+    return f" {FEWER} of {alone}."
 
 
 def chances(table: PaperTable) -> str:
@@ -60,6 +76,8 @@ def rows_of(table: PaperTable, show: Show, embolden: Callable[[str], str]) -> li
         for column in table.columns:
             cell = line.cells.get(column.key)
             text = show(cell, column)
+            if show is number and cell is not None and is_of_fewer(cell, line):
+                text += FEWER
             row.append(embolden(text) if show is number and cell is not None and cell.best else text)
         found.append(row)
     return found
@@ -131,7 +149,6 @@ def as_csv(table: PaperTable) -> str:
     writer.writerow([*HEADINGS, "column", "value", "spread", "difference_to_swa", "best"])
     costed = set()
     for line in table.lines:
-        seeds = " ".join(map(str, line.seeds))
         model, origin, memory, _ = lead(line)
         for column in table.columns:
             cell = line.cells.get(column.key)
@@ -139,9 +156,11 @@ def as_csv(table: PaperTable) -> str:
                 name = f"{column.title} {column.unit}"
                 numbers = [cell.value, cell.spread, cell.difference]
                 shown = ["" if value is None else repr(value) for value in numbers]
+                seeds = " ".join(map(str, cell.seeds))
                 writer.writerow([model, origin, memory, seeds, name, *shown, int(cell.best)])
         for key, value in line.costs.items():
             if (model, key) not in costed:
+                seeds = " ".join(map(str, line.seeds))
                 writer.writerow([model, origin, "", seeds, COSTS[key], repr(value), "", "", 0])
                 costed.add((model, key))
     return out.getvalue()
@@ -184,6 +203,7 @@ def latex(text: str) -> str:
         ("#", "\\#"),
         ("λ", "$\\lambda$"),
         ("±", "$\\pm$"),
+        ("†", "$^\\dagger$"),
         ("–", "--"),
     ):
         plain = plain.replace(sign, written)

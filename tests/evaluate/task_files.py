@@ -95,17 +95,25 @@ def choices_of(task: str, row: Row) -> tuple[int, int]:
 
 
 class Oracle:
-    """Knows which request of each item is right, and that it must read so in the item's own words; or guesses."""
+    """Knows which request of each item is right, and that it must read so in the item's own words. One that is
+    `shuffled` is as sure of any of an item's choices, and where there is but one of another item's."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, items: int, guess: bool = False) -> None:
-        self.tokenizer, self.guess = tokenizer, random.Random(0) if guess else None
+    def __init__(self, folder: Path, tokenizer: Tokenizer, items: int, shuffled: bool = False) -> None:
+        self.tokenizer = tokenizer
+        chance = random.Random(0)
         # of every request in order: the right answer, None for a wrong one
         self.expected: list[tuple[str, str] | None] = []
+        self.chosen: list[bool] = []
         for task in TASKS:
-            for line in (folder / task.file).read_text(encoding="utf-8").splitlines()[:items]:
-                row = json.loads(line)
+            lines = (folder / task.file).read_text(encoding="utf-8").splitlines()[:items]
+            rows = [json.loads(line) for line in lines]
+            for row in rows:
                 right, count = choices_of(task.name, row)
-                self.expected += [right_answer(task.name, row) if index == right else None for index in range(count)]
+                answer = right_answer(task.name, row)
+                self.expected += [answer if index == right else None for index in range(count)]
+                chosen = chance.randrange(count) if shuffled else right
+                known = not shuffled or count > 1 or right_answer(task.name, chance.choice(rows))[1] == answer[1]
+                self.chosen += [index == chosen and known for index in range(count)]
 
     def check(self, request: Request, context: str, continuation: str) -> None:
         read = letters(self.tokenizer.decode(request.context))
@@ -114,10 +122,7 @@ class Oracle:
 
     def __call__(self, requests: Sequence[Request]) -> list[Score]:
         assert len(requests) == len(self.expected)
-        if self.guess is not None:
-            # far apart, so that the length of a choice, by which some metrics divide, seldom changes their order
-            return [Score(-(10 ** (2.8 * self.guess.random())), False) for _ in requests]
         for request, right in zip(requests, self.expected, strict=True):
             if right is not None:
                 self.check(request, *right)
-        return [Score(-1e3, False) if right is None else Score(0.0, True) for right in self.expected]
+        return [Score(0.0, True) if chosen else Score(-100.0, False) for chosen in self.chosen]

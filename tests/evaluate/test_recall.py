@@ -12,6 +12,7 @@ from torch import Tensor
 from maglev.data.recall import RecallConfig, RecallRows
 from maglev.errors import RequestError
 from maglev.evaluate import recall as module
+from maglev.evaluate.figures import RECIPE_COLOURS
 from maglev.evaluate.memories import Source, memories
 from maglev.evaluate.recall import RecallResult, plain_reach, predict, recall, recall_sources
 from maglev.evaluate.recall_results import (
@@ -19,7 +20,9 @@ from maglev.evaluate.recall_results import (
     cost_curves,
     curves,
     draw_costs,
+    draw_recall,
     draw_rows,
+    looks_of,
     read_rows,
     result_rows,
 )
@@ -184,22 +187,33 @@ def test_rows_are_added_once_and_drawn(tmp_path: Path) -> None:
     assert [row["accuracy"] for row in again] == [0.25] * 3 + [1.0] * 3
     # one curve, the mean of two seeds
     ((name, recipe, source, points),) = curves(again)
-    assert (name, recipe, source) == ("swa-ssss, recurrent", "swa-ssss", "recurrent")
+    assert (name, recipe, source) == ("swa-ssss", "swa-ssss", "recurrent")
     assert points == [(0.5, 0.625), (math.sqrt(2), 0.625), (math.sqrt(8), 0.625)]
     # a setting is named where it tells curves apart
     fast = [row | {"settings": {"optimizer.matrix_lr": 0.12345, "train.threads": 1}} for row in first]
     slow = [row | {"settings": {"optimizer.matrix_lr": 0.01, "train.threads": 1}} for row in first]
-    assert [name for name, *_ in curves(fast)] == ["swa-ssss, recurrent"]
-    assert [name for name, *_ in curves([*fast, *slow])] == [
-        "swa-ssss, recurrent, matrix_lr 0.123",
-        "swa-ssss, recurrent, matrix_lr 0.01",
-    ]
+    assert [name for name, *_ in curves(fast)] == ["swa-ssss"]
+    both = [*fast, *slow, *(row | {"settings": {"train.threads": 1}} for row in first)]
+    assert [name for name, *_ in curves(both)] == ["swa-ssss, matrix_lr 0.123", "swa-ssss, matrix_lr 0.01", "swa-ssss"]
     asked = [row | {"data": "books", "trained_on": "text", "gain": 0.5} for row in first]
-    assert [name for name, *_ in curves(asked)] == ["swa-ssss, recurrent, trained on text"]
+    assert [name for name, *_ in curves(asked)] == ["swa-ssss, trained on text"]
     assert len(add_rows(tmp_path / "text.json", [*asked, *(row | {"gain": 0.1} for row in asked)])) == 3
     pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+
     draw_costs(tmp_path / "c.svg", again)
     assert "1 to 4 plain reaches" in (tmp_path / "c.svg").read_text()
+    # each with a look of its own, the recipe as it is in the recipe's colour
+    looks = looks_of(curves(both))
+    assert len(set(looks.values())) == 3 and to_hex(looks["swa-ssss"][0]) == RECIPE_COLOURS["swa-ssss"]
+    # a panel for every task; a legend that tells settings and memories once each
+    figure = Figure()
+    draw_recall(figure, [*both, *(row | {"pairs": 99, "memory": "lifted"} for row in both)])
+    assert [axes.get_title() for axes in figure.axes] == ["pairs 2", "pairs 99"]
+    assert [len([line for line in axes.lines if line.get_marker() != "None"]) for axes in figure.axes] == [3, 3]
+    told = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert told == [*looks, "recurrent memories", "lifted memories"]
     draw_rows(tmp_path / "r.png", again)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(RequestError, match=r"must end in one of \.svg, \.png, \.pdf"):

@@ -112,6 +112,37 @@ def test_seeds_make_one_line_with_a_spread_and_other_settings_another(runs: list
     assert [column.key for column in table.columns] == [c.key for c in (FINEWEB, PERPLEXITY, *ACCURACIES, AVERAGE)]
 
 
+def test_numbers_of_fewer_seeds_are_marked(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path, "swa-ssss", 0, recurrent=1.30, accuracy=0.40),
+        make_run(tmp_path, "swa-ssss", 1, recurrent=1.32),
+        make_run(tmp_path, "lrt-ssss", 3, recurrent=1.31, accuracy=0.41),
+    ]
+    table = make_table(collect(runs), paper=False)
+    swa = table.lines[0]
+    assert swa.seeds == swa.cells["fw"].seeds == (0, 1) and swa.cells["piqa"].seeds == (0,)
+    text = table_formats.as_text(table)
+    rows = {line.split("  ")[0]: line for line in text.splitlines()[:3]}
+    assert "40.0†" in rows["SWA (SSSS)"] and "1.3100 ± 0.0141†" not in text and "†" not in rows["LRT (SSSS)"]
+    assert "† of seed 0 alone." in text and "$^\\dagger$" in table_formats.as_latex(table)
+    told = {row["column"]: row["seeds"] for row in csv.DictReader(io.StringIO(table_formats.as_csv(table)))}
+    assert told["FW BPB"] == "3"
+    first = next(row for row in csv.DictReader(io.StringIO(table_formats.as_csv(table))) if row["column"] == "PIQA Acc")
+    assert (first["model"], first["seeds"]) == ("SWA (SSSS)", "0")
+    assert "†" not in table_formats.as_text(make_table(collect([runs[0], runs[2]]), paper=False))
+
+
+def test_more_tokens_are_no_contest_and_speed_is_told_of_runs_that_were_alone(runs: list[Path]) -> None:
+    facts = collect([*runs, make_run(runs[0].parent / "more", "swa-ssss", 1, 100, recurrent=1.0)])
+    lines = {line.model: line for line in make_table(facts, paper=False).lines if line.memory == "recurrent"}
+    assert lines["SWA (SSSS), steps 100"].cells["fw"].value < lines["Maglev (λ=0.1)"].cells["fw"].value
+    assert lines["Maglev (λ=0.1)"].cells["fw"].best and not lines["SWA (SSSS), steps 100"].cells["fw"].best
+    for at_a_time in (1, 2):
+        timed = [run | {"tokens_per_second": 9.0, "rows_at_a_time": at_a_time} for run in facts]
+        costs = [line.costs for line in make_table(timed, paper=False).lines]
+        assert all(("tokens_per_second" in own) == (at_a_time == 1) for own in costs)
+
+
 def test_another_text_has_a_column_that_the_paper_does_not_fill(tmp_path: Path) -> None:
     run = make_run(tmp_path, "swa-ssss", recurrent=1.3)
     value = json.loads((run / "eval" / "bpb-fineweb-recurrent.json").read_text()) | {"data": "books"}
