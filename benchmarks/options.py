@@ -10,7 +10,8 @@ bfloat16, training tokens/s, and tokens/s of single steps in plain PyTorch (from
 are some, by kernels. The teacher is `--teacher FOLDER`, or a small Llama that is made here and trained for as many
 steps on the same rows. `--keep DIR` keeps runs, and takes up what is there. An option that fails is named in the table
 and does not stop the others. Rows that `--out` already has from the same setting stay there, so that options can be
-measured some at a time. A table comes last, then one line of JSON.
+measured some at a time. With `--jobs N` each is a process of its own, N of them at a time, and their tokens/s are those
+of models that share a device; rows say how many did. A table comes last, then one line of JSON.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from maglev import files
 from maglev.bench.clock import graphed, seconds
 from maglev.bench.decode import fast_work, plain_work
+from maglev.bench.jobs import Job, work_through
 from maglev.bench.lines import Lines
 from maglev.bench.models import full_state
 from maglev.cli.recall import default_settings
@@ -52,6 +55,9 @@ TOGETHER = ("shared_kv+slots", "shared_kv+layer_residual", "shared_kv+cross_atte
 QUICK = {"depth": 2, "context": 64, "window": 8, "steps": 3, "rows": 4, "tokens_per_step": 256}
 COLUMNS = ("recurrent", "lifted", "contraction_step", "deployed", "prefiller", "state_bytes")
 RATES = ("train_tokens_per_s", "step_tokens_per_s", "fast_tokens_per_s")
+
+
+Ended = Callable[[dict[str, Any]], None]
 
 
 class Option(NamedTuple):
@@ -224,6 +230,8 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens-per-step", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of all options")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="options at a time")
+    parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="a few tiny steps of each: shows that they run")
     parser.add_argument("--limit", type=float, default=0.0, help="seconds after which no further option is begun")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where runs stay; else they are removed")
@@ -249,22 +257,62 @@ def main(words: list[str] | None = None) -> int:
         ]
         if not wanted:
             raise RequestError(f"no option begins with {arguments.options}; known: {', '.join(bench.options)}")
-        for seed in arguments.seeds:
-            for option in wanted:
-                if arguments.limit and time.monotonic() - began > arguments.limit:
-                    rows.append({"option": option, "seed": seed, "error": "there was no time left for it"})
-                    continue
-                try:
-                    rows.append(bench.measure(option, seed))
-                except Exception as error:  # whatever it is, the others go on, and the table tells
-                    line = (str(error).splitlines() or [""])[0]
-                    rows.append({"option": option, "seed": seed, "error": f"{type(error).__name__}: {line}"})
-                if arguments.out:
-                    files.write_json(arguments.out, {"setting": setting(arguments), "rows": together(before, rows)})
+        if arguments.one:
+            print(json.dumps(bench.measure(arguments.one, arguments.seeds[0])))
+            return 0
+
+        def ended(row: dict[str, Any]) -> None:
+            rows.append(row)
+            if arguments.out:
+                files.write_json(arguments.out, {"setting": setting(arguments), "rows": together(before, rows)})
+
+        pairs = [(option, seed) for seed in arguments.seeds for option in wanted]
+        if arguments.jobs > 1:
+            side_by_side(bench, pairs, began, ended, words)
+        else:
+            one_by_one(bench, pairs, began, ended)
     print_table(rows)
     taken = round(time.monotonic() - began, 1)
     print(json.dumps({"setting": setting(arguments), "rows": rows, "seconds": taken}))
     return 1 if any("error" in row for row in rows) else 0
+
+
+def one_by_one(bench: Bench, pairs: Sequence[tuple[str, int]], began: float, ended: Ended) -> None:
+    limit = bench.arguments.limit
+    for option, seed in pairs:
+        if limit and time.monotonic() - began > limit:
+            ended({"option": option, "seed": seed, "error": "there was no time left for it"})
+            continue
+        try:
+            ended(bench.measure(option, seed) | {"at_a_time": 1})
+        except Exception as error:  # whatever it is, the others go on, and the table tells
+            line = (str(error).splitlines() or [""])[0]
+            ended({"option": option, "seed": seed, "error": f"{type(error).__name__}: {line}"})
+
+
+def side_by_side(
+    bench: Bench, pairs: Sequence[tuple[str, int]], began: float, ended: Ended, words: list[str] | None
+) -> None:
+    """What others need is made before them."""
+    given = bench.arguments
+    command = [sys.executable, str(Path(__file__).resolve()), *(sys.argv[1:] if words is None else words)]
+    made = [(option, seed) for option, seed in pairs if bench.options[option].needs is None]
+    later = [pair for pair in pairs if pair not in made]
+    # the teacher is of one option alone, and made with it
+    needed = {(option.needs[0], seed) for name, seed in later if (option := bench.options[name]).needs}
+    made += sorted(pair for pair in needed if pair[0] in bench.options and pair not in made)
+    for some in (made, later):
+        jobs = []
+        for option, seed in some:
+            own = ["--keep", str(bench.work), "--one", option, "--seeds", str(seed)]
+            stem = bench.work / f"{option.replace(' ', '-').replace(',', '+')}-{seed}-job"
+            jobs.append(Job({"option": option, "seed": seed, "at_a_time": given.jobs}, [*command, *own], stem))
+        left = max(1.0, given.limit - (time.monotonic() - began)) if given.limit else 0.0
+        work_through(jobs, given.jobs, stagger=1.0, limit=left, ended=lambda row: ended(without_status(row)))
+
+
+def without_status(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in ("status", "seconds")}
 
 
 def rows_before(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -273,7 +321,7 @@ def rows_before(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         return []
     told = json.loads(arguments.out.read_bytes())
     theirs, ours = (
-        {key: value for key, value in each.items() if key not in ("options", "seeds", "limit")}
+        {key: value for key, value in each.items() if key not in ("options", "seeds", "limit", "jobs", "one")}
         for each in (told["setting"], json.loads(json.dumps(setting(arguments))))
     )
     if theirs != ours:
@@ -295,7 +343,7 @@ def together(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[d
 def setting(arguments: argparse.Namespace) -> dict[str, Any]:
     told = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     name = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
-    return {key: value for key, value in told.items() if key not in ("out", "keep")} | {
+    return {key: value for key, value in told.items() if key not in ("out", "keep", "one")} | {
         "device_name": name,
         "torch": torch.__version__,
     }

@@ -56,6 +56,27 @@ def test_a_text_serves_as_well_and_a_failure_stops_nothing(
     assert row["metric"] == "bpb" and row["recurrent"] > 0 and row["lifted"] > 0
 
 
+def test_some_at_a_time_come_after_what_they_need(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each is a command that measures one option alone; what is asked for and not there is made in the first round."""
+    rounds = []
+
+    def work(jobs: list[Any], at_a_time: int, ended: Any, **_: Any) -> None:
+        rounds.append([job.facts["option"] for job in jobs])
+        for job in jobs:
+            options = script.parse(job.command[2:])
+            assert (options.one, options.seeds, options.keep) == (job.facts["option"], [3], tmp_path)
+            ended(job.facts | {"status": 0, "seconds": 1.0} | dict.fromkeys(script.COLUMNS, 1))
+
+    monkeypatch.setattr(script, "work_through", work)
+    words = ["--options", "from swa", "Q full", "--jobs", "3", "--seeds", "3", "--keep", str(tmp_path)]
+    rows = rows_of(script, capsys, *words)
+    assert rounds == [["Q full", "swa"], ["from swa shared_kv", "from swa residual"]]
+    assert [row["option"] for row in rows] == [*rounds[0], *rounds[1]] and rows[0]["at_a_time"] == 3
+    assert not {"status", "seconds"} & set(rows[0])
+
+
 def test_rows_of_the_same_setting_stay(script: ModuleType, tmp_path: Path) -> None:
     arguments = script.parse(["--quick", "--device", "cpu", "--out", str(tmp_path / "out.json")])
     assert script.rows_before(arguments) == []
