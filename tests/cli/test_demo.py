@@ -7,10 +7,18 @@ from pathlib import Path
 import pytest
 
 from maglev.__main__ import main
+from maglev.cli import demo
+from maglev.data import stdlib_text
 from maglev.runs import read_metrics
 
 
-def test_it_leaves_two_runs_their_numbers_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_leaves_two_runs_their_numbers_and_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = list(stdlib_text.documents())
+    # a tenth of the text and a quarter of the rows, to be quick
+    monkeypatch.setattr(stdlib_text, "documents", lambda: iter(every[::10]))
+    monkeypatch.setitem(demo.SETTINGS, "train.tokens_per_step", 1024)
     out = tmp_path / "a demo"
     assert main(["demo", "--steps", "4", "--json", "--out", str(out)]) == 0
     result = json.loads(capsys.readouterr().out)
