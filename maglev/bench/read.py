@@ -6,7 +6,7 @@ nothing for the readout, which reading does not need, for norms, nor for positio
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class ReadPlan:
     passes: int | None
     block: int | None
     blocks: int | None
+    stride: int | None
     steps: int
     repeats: int
     quick: bool = False
@@ -52,6 +53,7 @@ class ReadPlan:
             ("passes", self.passes, 1),
             ("block", self.block, 1),
             ("blocks", self.blocks, 1),
+            ("stride", self.stride, 1),
             ("steps", self.steps, 1),
             ("repeats", self.repeats, 1),
         ):
@@ -59,11 +61,30 @@ class ReadPlan:
                 raise RequestError(f"{name} is {value}; it must be at least {least} and at most {LONGEST:,}")
 
 
+class Shape(NamedTuple):
+    """How the positions of a prompt are grouped."""
+
+    block: int
+    blocks: int
+    stride: int
+
+    def read_(
+        self,
+        reader: Decoder | FastDecoder,
+        tokens: Tensor,
+        passes: int | None,
+        memories: list[Tensor] | None = None,
+    ) -> ReadingReport:
+        block, blocks, stride = self
+        state = reader.initial_state(1)
+        return read_(reader, tokens, state, block=block, blocks=blocks, stride=stride, passes=passes, memories=memories)
+
+
 def read_plan(quick: bool = False, **given: int | None) -> ReadPlan:
     """What is not given (None) is that of a full or a quick run; passes and blocks stay open."""
     full = {"tokens": 16_384, "steps": 256, "repeats": 5}
     small = {"tokens": 100, "steps": 4, "repeats": 2}
-    open_ended: dict[str, int | None] = {"passes": None, "block": None, "blocks": None}
+    open_ended: dict[str, int | None] = {"passes": None, "block": None, "blocks": None, "stride": None}
     chosen = {key: value for key, value in given.items() if value is not None}
     return ReadPlan(**(open_ended | (small if quick else full) | chosen), quick=quick)  # type: ignore[arg-type]
 
@@ -106,15 +127,15 @@ def measure_read(
 def measure_model(
     name: str, weights: str, decoder: Decoder, tokens: Tensor, plan: ReadPlan, matrix_flops: float, watch: Watch
 ) -> Row:
-    block, blocks = default_block(decoder.config), 1
+    shape = Shape(default_block(decoder.config), 1, 1)
     if decoder.injection is not None:
-        block, blocks = plan.block or block, plan.blocks or BLOCKS
+        shape = Shape(plan.block or shape.block, plan.blocks or BLOCKS, plan.stride or 1)
     # what the engine reads with
     reader = fastest(decoder)
     reports: list[ReadingReport] = []
 
     def read(passes: int | None) -> ReadingReport:
-        return read_(reader, tokens, decoder.initial_state(1), block=block, blocks=blocks, passes=passes)
+        return shape.read_(reader, tokens, passes)
 
     watch(f"{name}: reading")
     reset_peak(decoder.device)
@@ -127,7 +148,8 @@ def measure_model(
     distances: list[float] = []
     # random weights need not contract, and then no two orders of arithmetic agree
     if weights == "trained" and changes[0]:
-        distances = distance_by_pass(reader, tokens[:, : COMPARED * block], block, blocks, len(changes[0]) + BEYOND)
+        start = tokens[:, : COMPARED * shape.block]
+        distances = distance_by_pass(reader, start, shape, len(changes[0]) + BEYOND)
     watch(f"{name}: {plan.steps} steps")
     step_s = step_seconds(decoder, plan)
     length = tokens.shape[1]
@@ -136,8 +158,7 @@ def measure_model(
         "model": name,
         "weights": weights,
         "tokens": length,
-        "block": block,
-        "blocks": blocks,
+        **shape._asdict(),
         "passes": report.passes,
         "passes_per_token": report.passes_per_token,
         "stepped": report.stepped,
@@ -156,9 +177,7 @@ def measure_model(
     }
 
 
-def distance_by_pass(
-    reader: Decoder | FastDecoder, tokens: Tensor, block: int, blocks: int, passes: int
-) -> list[float]:
+def distance_by_pass(reader: Decoder | FastDecoder, tokens: Tensor, shape: Shape, passes: int) -> list[float]:
     """||m - m*|| / ||m*|| of the start of the prompt, m* being the memories of single steps, when all of it is read
     with one pass over every block, with two, and so on."""
     state = reader.initial_state(1)
@@ -166,7 +185,7 @@ def distance_by_pass(
     found = []
     for number in range(1, passes + 1):
         memories: list[Tensor] = []
-        read_(reader, tokens, reader.initial_state(1), block=block, blocks=blocks, passes=number, memories=memories)
+        shape.read_(reader, tokens, number, memories)
         found.append(float((torch.cat(memories, dim=1).float() - stepped).norm() / stepped.norm()))
     return found
 

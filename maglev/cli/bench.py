@@ -86,6 +86,10 @@ def read(
     blocks: Annotated[
         int | None, typer.Option("--blocks", help="Blocks that a pass goes over, 4 unless given; 1: one after another.")
     ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option("--stride", help="Every so-many-th position of a block at a time; all at once unless given."),
+    ] = None,
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", metavar="FILE", help="What a run reads; Python's docs unless given.")
     ] = None,
@@ -104,9 +108,8 @@ def read(
     from maglev.cli.runs import is_recipe
 
     random = is_recipe(run_or_recipe)
-    plan = read_plan(
-        quick, tokens=tokens, passes=PASSES if random and passes is None else passes, block=block, blocks=blocks
-    )
+    passes = PASSES if random and passes is None else passes
+    plan = read_plan(quick, tokens=tokens, passes=passes, block=block, blocks=blocks, stride=stride)
     place, precision = resolve(device, dtype)
     if random:
         if prompt_file is not None:

@@ -33,28 +33,28 @@ class FastChunk(Chunk):
         if self.recorded is not None:
             self.recorded.take(self.tokens, self.position)
 
-    def compute(self, previous_memory: Tensor | None) -> Tensor:
+    def compute(self, some: range, previous_memory: Tensor | None) -> Tensor:
         if self.recorded is not None:
-            return self.recorded.replay(len(self.tokens), self.length, previous_memory)
-        return positions_at_once(self.fast, self.tokens, self.positions, self.spans, previous_memory)
+            return self.recorded.replay(len(self.tokens), some, previous_memory)
+        return positions_at_once(self.fast, self.tokens, self.positions, self.spans, some, previous_memory)
 
 
 def positions_at_once(
-    fast: FastDecoder, tokens: Tensor, positions: Tensor, spans: list[Span], previous_memory: Tensor | None
+    fast: FastDecoder, tokens: Tensor, positions: Tensor, spans: list[Span], some: range, previous_memory: Tensor | None
 ) -> Tensor:
-    """All positions of every sequence through all layers. tokens, positions (B, C) -> memory (B, C, D)"""
-    steps, length = fast.steps, tokens.shape[1]
+    """Some positions of every sequence through all layers. tokens, positions (B, C) -> memory (B, Q, D)"""
+    steps, at = fast.steps, slice(some.start, some.stop, some.step)
     # kernels start on the current device, wherever their arguments are
     with torch.cuda.device_of(tokens):
-        position = positions.flatten()
-        start, cos, sin = steps.begin_step(tokens.flatten(), fast.embedding, position, fast.frequencies)
+        position = positions[:, at].flatten().contiguous()
+        start, cos, sin = steps.begin_step(tokens[:, at].flatten(), fast.embedding, position, fast.frequencies)
         features = None
         if fast.memory_weight is not None and previous_memory is not None:
             features = steps.project(previous_memory.flatten(0, 1).contiguous(), fast.memory_weight)
         x = start
         for weights, span in zip(fast.layers, spans, strict=True):
             x, projected, mixed, _ = fast.enter(x, start, weights, features)
-            queries = span.queries(length)
+            queries = span.queries(some)
             attended = steps.chunk_attend(
                 projected, mixed, span.key, span.value, span.empty, queries, span.window, cos, sin, fast.config.heads
             )
@@ -85,7 +85,7 @@ class RecordedPasses:
             span.value.zero_()
         self.tokens = torch.zeros(rows, length, dtype=torch.int64, device=fast.device)
         self.positions = torch.zeros_like(self.tokens)
-        self.recordings: dict[bool, Recording] = {}
+        self.recordings: dict[tuple[int, int, bool], Recording] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     def take(self, tokens: Tensor, position: Tensor) -> None:
@@ -94,21 +94,23 @@ class RecordedPasses:
         self.tokens[:rows, :length].copy_(tokens)
         self.positions[:rows].copy_(position[:, None] + torch.arange(self.length, device=position.device))
 
-    def replay(self, rows: int, length: int, previous_memory: Tensor | None) -> Tensor:
-        """The first `rows` and positions: (rows, length, D)"""
-        with_memory = previous_memory is not None
+    def replay(self, rows: int, some: range, previous_memory: Tensor | None) -> Tensor:
+        """Of the first `rows`, these positions: (rows, Q, D). Those that follow at the same step are computed too, up
+        to the end: one recording serves all lengths."""
+        whole = range(some.start, self.length, some.step)
+        key = whole.start, whole.step, previous_memory is not None
         if previous_memory is not None:
-            padding = (0, 0, 0, self.length - length, 0, len(self.tokens) - rows)
+            padding = (0, 0, 0, len(whole) - len(some), 0, len(self.tokens) - rows)
             previous_memory = F.pad(previous_memory, padding)
-        if with_memory not in self.recordings:
-            self.recordings[with_memory] = self.record(previous_memory)
-        recording = self.recordings[with_memory]
+        if key not in self.recordings:
+            self.recordings[key] = self.record(whole, previous_memory)
+        recording = self.recordings[key]
         if recording.previous_memory is not None and previous_memory is not None:
             recording.previous_memory.copy_(previous_memory)
         recording.graph.replay()
-        return recording.memory[:rows, :length].clone()
+        return recording.memory[:rows, : len(some)].clone()
 
-    def record(self, previous_memory: Tensor | None) -> Recording:
+    def record(self, some: range, previous_memory: Tensor | None) -> Recording:
         """The pass is run once before, which compiles what it needs; run again, it writes the same."""
         given = None if previous_memory is None else previous_memory.clone()
         device = self.fast.device
@@ -116,12 +118,12 @@ class RecordedPasses:
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
-                positions_at_once(self.fast, self.tokens, self.positions, self.spans, given)
+                positions_at_once(self.fast, self.tokens, self.positions, self.spans, some, given)
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # another thread may allocate meanwhile
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                memory = positions_at_once(self.fast, self.tokens, self.positions, self.spans, given)
+                memory = positions_at_once(self.fast, self.tokens, self.positions, self.spans, some, given)
         return Recording(graph, given, memory)
 
 

@@ -5,6 +5,11 @@ moving, it is left behind and a new one is taken in at the end. So what a pass m
 memories that are nearly settled, and they settle in fewer passes than blocks that all begin together. Every pass makes
 at least one more position exact whatever the weights, so a block that does not settle within its budget is finished by
 stepping.
+
+With a stride of s, a pass after a block's first goes over every s-th position at a time, and each part reads the
+memories that the part before it wrote (Gauss-Seidel): what is wrong in the last memory shrinks s times in a pass, not
+once. It is as much work, in s launches. Keys and values of the other parts are those of the pass before, so it pays
+where the last memory carries the error, and not the window.
 """
 
 from collections.abc import Iterator
@@ -98,6 +103,7 @@ def read_(
     tolerance: float | None = None,
     block: int | None = None,
     blocks: int = BLOCKS,
+    stride: int = 1,
     budget: int = PASS_BUDGET,
     passes: int | None = None,
     memories: list[Tensor] | None = None,
@@ -110,7 +116,8 @@ def read_(
     check_tokens(tokens, decoder.config.vocab_size)
     if tokens.shape[0] != state.batch_size:
         raise RequestError(f"tokens have {tokens.shape[0]} rows and the state {state.batch_size}; give as many")
-    for name, value in (("budget", budget), ("block", block), ("blocks", blocks), ("passes", passes)):
+    given = {"budget": budget, "block": block, "blocks": blocks, "stride": stride, "passes": passes}
+    for name, value in given.items():
         if value is not None and value < 1:
             raise RequestError(f"{name} is {value}; it must be at least 1")
     tolerance = TOLERANCE[decoder.compute_dtype] if tolerance is None else tolerance
@@ -123,7 +130,7 @@ def read_(
             if decoder.config.memory == "none":
                 pieces = read_without_memory_(decoder, part, state, block, report)
             else:
-                pieces = settle_(decoder, part, state, block, blocks, passes, tolerance, budget, report)
+                pieces = settle_(decoder, part, state, block, blocks, stride, passes, tolerance, budget, report)
             for piece in pieces:
                 if memories is not None:
                     # of its own, or it would hold all that it is a part of
@@ -156,8 +163,8 @@ def read_without_memory_(
 class Front:
     """The blocks of a prompt that passes go over, from the first that has not settled to the newest."""
 
-    def __init__(self, chunk: Chunk, block: int) -> None:
-        self.chunk, self.block = chunk, block
+    def __init__(self, chunk: Chunk, block: int, stride: int) -> None:
+        self.chunk, self.block, self.stride = chunk, block, stride
         batch, length = chunk.tokens.shape
         self.memory = chunk.first_memory.new_zeros(batch, length, chunk.first_memory.shape[-1])
         self.changes: list[list[Tensor]] = []  # by block and pass, the largest of the rows
@@ -175,12 +182,24 @@ class Front:
         self.recent = F.pad(self.recent, (0, more), value=torch.nan)
 
     def run(self) -> None:
-        before, self.memory = self.memory, self.chunk.run(self.memory)
+        before = self.memory
+        for some in self.parts():
+            self.memory = self.chunk.run(self.memory, some)
         found = block_changes(before, self.memory, self.block)
         self.recent = torch.cat((self.recent[1:], found[None]))
         for changes, change in zip(self.changes, found.amax(dim=0).unbind(), strict=True):
             changes.append(change)
         self.passes_here += 1
+
+    def parts(self) -> Iterator[range]:
+        """What is computed at a time: every position once. Those of new blocks together and last, for they have no keys
+        and values yet that others could see."""
+        length = self.chunk.length
+        old = length if self.stride == 1 else sum(self.sizes[: sum(map(bool, self.changes))])
+        for first in range(min(self.stride, old)):
+            yield range(first, old, self.stride)
+        if old < length:
+            yield range(old, length)
 
     def settled(self, tolerance: float) -> int:
         """How many blocks have, from the first on, in all rows."""
@@ -205,6 +224,7 @@ def settle_(
     state: DecoderState,
     block: int,
     blocks: int,
+    stride: int,
     passes: int | None,
     tolerance: float,
     budget: int,
@@ -220,7 +240,7 @@ def settle_(
     while first < length:
         if front is None:
             part = tokens[:, first : first + (room if passes is None else block)]
-            front = Front(chunk_of(decoder, part, state, min(room, length - first)), block)
+            front = Front(chunk_of(decoder, part, state, min(room, length - first)), block, stride)
         front.run()
         report.computed += front.chunk.length
         done = front.settled(tolerance) if passes is None else int(len(front.changes[0]) == passes)

@@ -39,14 +39,13 @@ class Span:
     def advance_(self, count: int) -> None:
         """The chunk begins `count` positions later: those are history now."""
         for each in (self.key, self.value):
-            moved = each[:, count : count + self.history]
             # what lies over one another is not copied in order
-            each[:, : self.history] = moved.clone() if count < self.history else moved
+            each[:, :-count] = each[:, count:].clone()
         self.empty.sub_(count).clamp_min_(0)
 
-    def queries(self, length: int) -> range:
-        """Where the positions of a chunk are among the keys."""
-        return range(self.history, self.history + length)
+    def queries(self, some: range) -> range:
+        """Where positions of a chunk are among the keys."""
+        return range(self.history + some.start, self.history + some.stop, some.step)
 
 
 class Chunk(ABC):
@@ -76,13 +75,21 @@ class Chunk(ABC):
         return self.position[:, None] + torch.arange(self.length, device=self.tokens.device)
 
     @abstractmethod
-    def compute(self, previous_memory: Tensor | None) -> Tensor:
-        """The memories (B, C, D) of all positions, on K/V that the spans keep; theirs are written there."""
+    def compute(self, some: range, previous_memory: Tensor | None) -> Tensor:
+        """The memories (B, Q, D) of some positions, on K/V that the spans keep; theirs are written there, and what is
+        kept of positions behind the last of them may be lost."""
 
-    def run(self, memory: Tensor | None) -> Tensor:
-        """All positions, on the chunk's memories (B, C, D) so far; None where there are none. -> (B, C, D)"""
-        previous = None if memory is None else torch.cat((self.first_memory, memory[:, :-1]), dim=1)
-        self.memory = self.compute(previous)
+    def run(self, memory: Tensor | None, some: range | None = None) -> Tensor:
+        """All positions, or some of them again, on the chunk's memories (B, C, D) so far; None where there are none.
+        -> (B, C, D)"""
+        some = range(self.length) if some is None else some
+        at = slice(some.start, some.stop, some.step)
+        previous = None if memory is None else torch.cat((self.first_memory, memory[:, :-1]), dim=1)[:, at]
+        fresh = self.compute(some, previous)
+        if memory is None or len(some) == self.length:
+            self.memory = fresh
+        else:
+            self.memory = memory.slice_scatter(fresh, 1, some.start, some.stop, some.step)
         return self.memory
 
     def advance_(self, count: int, tokens: Tensor) -> None:
@@ -136,7 +143,7 @@ class SpanAttend:
 
     def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
         queries = self.plan.queries
-        at, seen = slice(queries.start, queries.stop), slice(queries.stop)
+        at, seen = slice(queries.start, queries.stop, queries.step), slice(queries.stop)
         self.span.key[:, at], self.span.value[:, at] = mixed_key, mixed_value
         return windowed_attention(query, self.span.key[:, seen], self.span.value[:, seen], self.plan)
 
@@ -147,14 +154,14 @@ class ChunkPass(Chunk):
     def __init__(self, decoder: Decoder, tokens: Tensor, state: DecoderState, room: int | None = None) -> None:
         super().__init__(tokens, state, room)
         self.decoder = decoder
-        self.plans: dict[int, AttentionPlan] = {}
+        self.plans: dict[tuple[int, range], AttentionPlan] = {}
 
-    def plan(self, span: Span) -> AttentionPlan:
+    def plan(self, span: Span, some: range) -> AttentionPlan:
         """One for all layers with this window, until the chunk moves."""
-        if span.window not in self.plans:
-            queries = span.queries(self.length)
-            starts = span.empty[:, None].expand(-1, self.length) if bool((span.empty > 0).any()) else None
-            self.plans[span.window] = plan_attention(
+        if (span.window, some) not in self.plans:
+            queries = span.queries(some)
+            starts = span.empty[:, None].expand(-1, len(some)) if bool((span.empty > 0).any()) else None
+            self.plans[span.window, some] = plan_attention(
                 span.window,
                 queries.stop,
                 self.tokens.device,
@@ -162,12 +169,13 @@ class ChunkPass(Chunk):
                 starts,
                 entries=self.decoder.config.entries,
             )
-        return self.plans[span.window]
+        return self.plans[span.window, some]
 
     def advance_(self, count: int, tokens: Tensor) -> None:
         super().advance_(count, tokens)
         self.plans = {}
 
-    def compute(self, previous_memory: Tensor | None) -> Tensor:
-        attends = [SpanAttend(span, self.plan(span)) for span in self.spans]
-        return self.decoder.run(self.tokens, self.positions, previous_memory, attends)
+    def compute(self, some: range, previous_memory: Tensor | None) -> Tensor:
+        at = slice(some.start, some.stop, some.step)
+        attends = [SpanAttend(span, self.plan(span, some)) for span in self.spans]
+        return self.decoder.run(self.tokens[:, at], self.positions[:, at], previous_memory, attends)

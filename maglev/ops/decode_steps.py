@@ -197,7 +197,7 @@ def chunk_attend(
     count.
     """
     batch, _, kv_heads, head_dim = key.shape
-    at = slice(queries.start, queries.stop)
+    at = slice(queries.start, queries.stop, queries.step)
     # what comes after them is not there yet
     key, value = key[:, : queries.stop], value[:, : queries.stop]
     query, own_key, own_value = mixed_features(projected, memory_projected, kv_heads, head_dim, cos, sin, heads)

@@ -15,7 +15,7 @@ NARROW, WIDE = (128, 64, 8), (32, 32, 4)
 
 @triton.jit
 def enter_kernel(  # type: ignore[no-untyped-def]
-    projected_ptr, memory_ptr, cos_ptr, sin_ptr, query_ptr, key_ptr, value_ptr, width, memory_width, count, first,
+    projected_ptr, memory_ptr, cos_ptr, sin_ptr, query_ptr, key_ptr, value_ptr, width, memory_width, count, first, step,
     length, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, MEMORY: tl.constexpr, EARLY: tl.constexpr,
@@ -34,7 +34,7 @@ def enter_kernel(  # type: ignore[no-untyped-def]
     key_first, key_second, value_first, value_second = incoming(
         projected_ptr, memory_ptr, head, half, is_half, cos, sin, eps, HEADS, KV_HEADS, HALF, MEMORY
     )
-    slot = row // count * length + first + row % count
+    slot = row // count * length + first + row % count * step
     here = slot * stride + head * (2 * HALF) + half
     store_halves(key_ptr, here, key_first, key_second, is_half, HALF)
     store_halves(value_ptr, here, value_first, value_second, is_half, HALF)
@@ -48,7 +48,7 @@ def enter_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def window_kernel(  # type: ignore[no-untyped-def]
-    query_ptr, key_ptr, value_ptr, empty_ptr, out_ptr, count, first, length, window, scale,
+    query_ptr, key_ptr, value_ptr, empty_ptr, out_ptr, count, first, step, length, window, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -57,13 +57,13 @@ def window_kernel(  # type: ignore[no-untyped-def]
     next_kernel(EARLY)
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     number, dim = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, BLOCK)
-    at = first + number  # (QUERIES,), among the keys
+    at = first + number * step  # (QUERIES,), among the keys
     inside = (number < count)[:, None] & (dim < DIM)[None, :]
     offset = ((sequence * count + number) * HEADS + head)[:, None] * DIM + dim[None, :]
     query = tl.load(query_ptr + offset, mask=inside, other=0.0)
     begin = tl.load(empty_ptr + sequence).to(tl.int32)
-    start = tl.maximum(begin, first + block * QUERIES - window + 1) // KEYS * KEYS
-    end = first + tl.minimum((block + 1) * QUERIES, count)
+    start = tl.maximum(begin, first + block * QUERIES * step - window + 1) // KEYS * KEYS
+    end = first + (tl.minimum((block + 1) * QUERIES, count) - 1) * step + 1
     stride: tl.constexpr = KV_HEADS * DIM
     key_ptr += sequence * length * stride + head // GROUP * DIM
     value_ptr += sequence * length * stride + head // GROUP * DIM
@@ -102,7 +102,6 @@ def chunk_attend(
     sin: Tensor,
     heads: int,
 ) -> Tensor:
-    assert queries.step == 1
     assert projected.is_contiguous() and key.is_contiguous() and value.is_contiguous() and empty.is_contiguous()
     assert projected.dtype == key.dtype == value.dtype and cos.dtype == torch.float32
     batch, length, kv_heads, head_dim = key.shape
@@ -113,7 +112,7 @@ def chunk_attend(
     assert memory.stride(1) == 1
     enter_kernel[(batch * count, kv_heads)](
         projected, memory, cos, sin, query, key, value, projected.shape[1], memory.stride(0), count,
-        queries.start, length, NORM_EPS,
+        queries.start, queries.step, length, NORM_EPS,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=group, HALF=head_dim // 2, BLOCK=power_of_two(head_dim // 2),
         GROUP_BLOCK=power_of_two(group), MEMORY=memory_projected is not None, num_warps=1, **early(key.device),
     )  # fmt: skip
@@ -121,7 +120,7 @@ def chunk_attend(
     tile = min(most, max(SMALLEST_DOT, power_of_two(count)))
     out = torch.empty_like(query)
     window_kernel[(-(-count // tile), heads, batch)](
-        query, key, value, empty, out, count, queries.start, length, window, LOG2_E / head_dim**0.5,
+        query, key, value, empty, out, count, queries.start, queries.step, length, window, LOG2_E / head_dim**0.5,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=group, DIM=head_dim, BLOCK=max(SMALLEST_DOT, power_of_two(head_dim)),
         QUERIES=tile, KEYS=keys, num_warps=warps if tile == most else 4, **early(key.device),
     )  # fmt: skip

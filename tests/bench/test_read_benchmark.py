@@ -69,7 +69,9 @@ def test_the_twin_has_the_shape_and_neither_memory_nor_long_layers() -> None:
     assert twin.compute_dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("given", [{"tokens": 0}, {"passes": -1}, {"block": 0}, {"blocks": 0}, {"tokens": 1 << 40}])
+@pytest.mark.parametrize(
+    "given", [{"tokens": 0}, {"passes": -1}, {"block": 0}, {"blocks": 0}, {"stride": 0}, {"tokens": 1 << 40}]
+)
 def test_sizes_out_of_range_are_refused_by_name(given: dict) -> None:
     with pytest.raises(RequestError, match=next(iter(given))):
         read_plan(**given)

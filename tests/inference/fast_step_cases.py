@@ -62,8 +62,8 @@ def test_reading_equals_the_decoder_s_own(recipe: str) -> None:
     decoder = tiny(recipe, DEVICE, kv_heads=1)
     state = decoder_rows(ragged_state(decoder), slice(1, 3))
     expected, tokens = state.clone(), random_tokens(2, 13, seed=5).to(DEVICE)
-    read_(FastDecoder(decoder, "triton"), tokens, state, block=3, passes=3)
-    read_(decoder, tokens, expected, block=3, passes=3)
+    read_(FastDecoder(decoder, "triton"), tokens, state, block=3, stride=2, passes=3)
+    read_(decoder, tokens, expected, block=3, stride=2, passes=3)
     assert_same_state(state, expected, 1e-4)
 
 
@@ -130,13 +130,13 @@ class GraphCases:
         for recipe in ("maglev-shared-0.1", "swa-ssss", BOTH):
             decoder = tiny(recipe, DEVICE)
             fast = FastDecoder(decoder)
-            for seed, rows in ((1, 1), (2, 1), (3, 2), (4, 9)):
+            for seed, rows, stride in ((1, 1, 1), (2, 1, 1), (3, 2, 1), (4, 9, 1), (5, 1, 2), (6, 2, 2)):
                 tokens = random_tokens(rows, 40, seed=seed).to(DEVICE)
                 state, expected = fast.initial_state(rows), decoder.initial_state(rows)
-                read_(fast, tokens, state, block=3, passes=4)
+                read_(fast, tokens, state, block=3, stride=stride, passes=4)
                 # four blocks of 3 are padded to 16; without memory there is one, padded to 4, then a shorter one
                 assert (4 if recipe == "swa-ssss" else 16) in {length for _, length in fast.recorded_passes}
-                read_(decoder, tokens, expected, block=3, passes=4)
+                read_(decoder, tokens, expected, block=3, stride=stride, passes=4)
                 assert_same_state(state, expected, 1e-4)
 
     def test_what_does_not_settle_is_stepped_from_a_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from maglev.inference import fast_read
 from maglev.inference.fast_read import RecordedPasses, Recording, positions_at_once, recorded_shape
 from maglev.inference.fast_step import FastDecoder
 from maglev.inference.ragged import read_rows_
-from maglev.inference.reading import read_
+from maglev.inference.reading import BLOCKS, read_
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 from tests.helpers import assert_same_state, random_tokens, small, step_through
@@ -110,10 +110,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Passes are recorded as on a GPU, and repeated by computing again. -> the shapes of those that were"""
     made: list[tuple[int, int]] = []
 
-    def record(passes: RecordedPasses, previous_memory: Tensor | None) -> Recording:
+    def record(passes: RecordedPasses, some: range, previous_memory: Tensor | None) -> Recording:
         made.append(tuple(passes.tokens.shape))
         given = None if previous_memory is None else previous_memory.clone()
-        work = partial(positions_at_once, passes.fast, passes.tokens, passes.positions, passes.spans, given)
+        work = partial(positions_at_once, passes.fast, passes.tokens, passes.positions, passes.spans, some, given)
         graph: Any = Again(work)
         return Recording(graph, given, graph.memory)
 
@@ -148,15 +148,18 @@ def test_shapes_of_recordings_are_few_and_not_much_larger() -> None:
     assert all(recorded_shape(rows, 600)[0] <= 1.25 * rows for rows in range(1, 2000))
 
 
-def test_recorded_passes_move_on_through_a_prompt(recorded: list[tuple[int, int]]) -> None:
-    """Two prompts of other lengths, from rows that have read before; what is left at the end fits what was made."""
+@pytest.mark.parametrize("stride", [1, 2])
+def test_recorded_passes_move_on_through_a_prompt(recorded: list[tuple[int, int]], stride: int) -> None:
+    """Two prompts of other lengths, from rows that have read before; what is left at the end fits what was made: one
+    recording for all positions, or one for every part of a stride and every place where new blocks may begin."""
     decoder = small("maglev-shared-0.1", scale=0.3, dtype=torch.float64, context=64).decoder.requires_grad_(False)
     fast = FastDecoder(decoder, "torch")
     for length in (50, 37):
         state, expected = fast.initial_state(2), decoder.initial_state(2)
         for number in range(2):
             tokens = random_tokens(2, length, seed=length + number)
-            reports = [read_(each, tokens, own, block=5) for each, own in ((fast, state), (decoder, expected))]
+            both = ((fast, state), (decoder, expected))
+            reports = [read_(each, tokens, own, block=5, stride=stride) for each, own in both]
             assert reports[0].passes == reports[1].passes and reports[0].computed == reports[1].computed
             assert_same_state(state, expected, 1e-9)
-    assert recorded == [(2, 32)]
+    assert set(recorded) == {(2, 32)} and len(recorded) <= {1: 1, 2: 2 + BLOCKS}[stride]

@@ -71,6 +71,7 @@ CASES = st.fixed_dictionaries(
         "before": st.tuples(st.integers(0, 20), st.integers(0, 20)),
         "block": st.sampled_from([None, 1, 5, 16, 100]),
         "blocks": st.sampled_from([1, 2, 4]),
+        "stride": st.sampled_from([1, 2, 3]),
     }
 )
 
@@ -88,11 +89,12 @@ def test_every_way_to_compute_a_state_gives_the_same_one(case: dict, tmp_path_fa
     ragged = DecoderState.join(alone)
     expected = stepped(decoder, tokens, ragged)
     read = ragged.clone()
-    report = read_(decoder, tokens, read, block=case["block"], blocks=case["blocks"])
+    how = {key: case[key] for key in ("block", "blocks", "stride")}
+    report = read_(decoder, tokens, read, **how)
     assert_same_state(read, expected, bound)
     # the same on what the kernels compute
     twin = ragged.clone()
-    read_(FastDecoder(decoder, "torch"), tokens, twin, block=case["block"], blocks=case["blocks"])
+    read_(FastDecoder(decoder, "torch"), tokens, twin, **how)
     assert_same_state(twin, expected, bound)
     assert report.tokens == case["length"] and len(report.passes) >= 1
     for row, state in enumerate(alone):
@@ -135,6 +137,32 @@ def test_bfloat16_is_read_as_well_as_it_is_stepped(scale: float, depth: int) -> 
         errors.append(float((state.memory.double() - expected).norm() / expected.norm()))
     assert report.stepped == 0 and max(report.passes) < 24
     assert errors[1] <= 2 * errors[0] + 0.01
+
+
+def test_a_stride_makes_more_of_a_pass_where_the_last_memory_carries_the_error() -> None:
+    """With a window of 1 nothing else does. A pass makes one position exact, with a stride of 4 it makes four."""
+    decoder = contracting("maglev-closed", torch.float64, scale=0.5, depth=2, window=1)
+    tokens = random_tokens(1, 32)
+    exact = step_through(decoder, tokens)
+
+    def distances(stride: int) -> list[float]:
+        found = []
+        for passes in (1, 2, 3):
+            memories: list[torch.Tensor] = []
+            how = {"block": 32, "stride": stride, "passes": passes, "memories": memories}
+            report = read_(decoder, tokens, decoder.initial_state(1), **how)
+            assert report.computed == 32 * passes
+            found.append(torch.linalg.vector_norm(torch.cat(memories, dim=1) - exact, dim=-1)[0])
+        return found
+
+    at_once, apart = distances(1), distances(4)
+    assert torch.equal(at_once[0], apart[0])
+    for passes in (2, 3):
+        one, four = at_once[passes - 1], apart[passes - 1]
+        assert one[:passes].max() < 1e-9 < one[passes]
+        assert four[: 4 * (passes - 1)].max() < 1e-9 < four[4 * passes - 3 :].max()
+        assert four.norm() < one.norm()
+    assert apart[2].norm() < at_once[2].norm() / 2
 
 
 def test_every_row_has_a_change_of_its_own() -> None:

@@ -224,6 +224,8 @@ class Span(NamedTuple):
     length: int = 11
     padding: int = 0
     room: int = 0
+    first: int = 0
+    step: int = 1
 
 
 SPANS = {
@@ -235,13 +237,14 @@ SPANS = {
     "odd head": Span(head_dim=12, window=5),
     "longer than a block": Span(length=35 if INTERPRETED else 150, window=20, padding=4),
     "all keys": Span(length=9, window=20),
+    "every third": Span(length=40 if INTERPRETED else 500, window=20, first=1, step=3, room=2),
 }
 
 
 def span_operation(case: Span) -> Operation:
     """Two sequences, the second one with empty slots in front; what comes after the positions is anything."""
     batch, heads, history = 2, case.kv_heads * case.group, case.window - 1
-    queries = range(history, history + case.length)
+    queries = range(history + case.first, history + case.length, case.step)
     rows = batch * len(queries)
     width = (heads + 2 * case.kv_heads) * case.head_dim + 2 * case.kv_heads * case.memory + case.padding
     projected, memory = numbers(rows, width), numbers(rows, 2 * case.kv_heads * case.head_dim, seed=1)
