@@ -1,14 +1,16 @@
 """A reader's state as an object: fork it, save it, go on from it. It belongs to one model, by fingerprint."""
 
 import hashlib
+import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from maglev.errors import RequestError, WorkError
@@ -19,6 +21,8 @@ from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState, RingCache
 
 FORMAT = "maglev-state-1"
+# bytes of what a file says of its tensors; ours have some thousand
+LARGEST_HEADER = 1 << 24
 
 
 class State:
@@ -75,12 +79,11 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 @contextmanager
-def opened(path: str | Path) -> Iterator[Any]:
-    """A saved state as a file of safetensors. One that is cut short or not a state is refused."""
+def opened(path: str | Path) -> Iterator[BinaryIO]:
+    """A saved state as a file. It may be replaced by another at any time: what is read of it comes from this one file,
+    and not from its name again, as `safe_open` would have it."""
     try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            if (file.metadata() or {}).get("format") != FORMAT:
-                raise RequestError(f"{path} is not a saved state; save one with state.save(path)")
+        with open(path, "rb") as file:
             yield file
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist; save a state with state.save(path)") from None
@@ -88,25 +91,55 @@ def opened(path: str | Path) -> Iterator[Any]:
         raise WorkError(f"{path} cannot be read as a state, it is cut short or damaged: {error}") from None
 
 
+def header_of(file: BinaryIO, path: str | Path) -> tuple[dict[str, Any], int]:
+    """What the file says of its tensors, and where they begin. One that is cut short or not a state is refused."""
+    size = int.from_bytes(file.read(8), "little")
+    if size > LARGEST_HEADER:
+        raise SafetensorError("its header would be too large")
+    content = file.read(size)
+    if len(content) < size:
+        raise SafetensorError("its header is incomplete")
+    try:
+        header = json.loads(content)
+    except ValueError:
+        raise SafetensorError("its header is no JSON") from None
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise RequestError(f"{path} is not a saved state; save one with state.save(path)")
+    begin = 8 + size
+    try:
+        end = begin + max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise SafetensorError("its header does not say where tensors are") from None
+    if end != os.fstat(file.fileno()).st_size:
+        raise SafetensorError("its tensors are incomplete")
+    return header, begin
+
+
 def saved_position(path: str | Path) -> int:
     """Tokens that a saved state has read, without loading it."""
     with opened(path) as file:
-        position = file.get_tensor("position")
-    if position.numel() != 1:
-        raise WorkError(f"{path} is damaged: position is of another shape")
-    return int(position)
+        header, begin = header_of(file, path)
+        match header.get("position"):
+            case {"dtype": "I64", "shape": [1], "data_offsets": [int(first), int()]} if first >= 0:
+                file.seek(begin + first)
+                content = file.read(8)
+            case _:
+                raise WorkError(f"{path} is damaged: position is missing or of another shape")
+    return int.from_bytes(content, "little", signed=True)
 
 
 def load_state(path: str | Path, decoder: Decoder, fingerprint: str) -> State:
     """Read a state back. Another model's is refused, and so is a file that is cut short or not a state."""
     empty = decoder.initial_state(1)
     with opened(path) as file:
-        metadata = file.metadata()
+        metadata = header_of(file, path)[0]["__metadata__"]
         if metadata.get("model") != fingerprint:
             raise RequestError(f"{path} is the state of another model; load it with the model that made it")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if metadata.get("sha256") != checksum(tensors):
-            raise WorkError(f"{path} is damaged: its content does not match its checksum")
+        file.seek(0)
+        tensors = load(file.read())
+    if metadata.get("sha256") != checksum(tensors):
+        raise WorkError(f"{path} is damaged: its content does not match its checksum")
 
     def take(name: str, like: Tensor) -> Tensor:
         found = tensors.get(name)

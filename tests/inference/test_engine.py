@@ -1,6 +1,7 @@
 """`maglev.load`: reading, writing, forking and keeping states, as interface.md promises them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 import maglev
 from maglev.errors import RequestError, WorkError
 from maglev.inference import LanguageModel
+from maglev.inference import state as state_module
 from maglev.inference.engine import device_named
+from maglev.inference.state import saved_position
 from maglev.model.accounting import state_nbytes
 from tests.helpers import ALL_RECIPES
 from tests.small_runs import Train
@@ -113,6 +116,27 @@ def test_a_saved_state_goes_on_the_same(lm: LanguageModel, trained: Train, tmp_p
     loaded = again.load_state(tmp_path / "s.safetensors")
     assert loaded.position == state.position and torch.equal(loaded.memory, state.memory)
     assert greedy(again, state=loaded) == greedy(lm, state=state)
+
+
+def test_a_state_that_is_replaced_while_it_is_read_is_whole(
+    lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another reader saves over it between the first byte and the last."""
+    first, second, path = lm.read(TEXT), lm.read("Another text"), tmp_path / "s.safetensors"
+    first.save(path)
+    plain = state_module.header_of
+
+    def then_replaced(*given: Any) -> Any:
+        header = plain(*given)
+        second.save(path)
+        return header
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state_module, "header_of", then_replaced)
+        assert torch.equal(lm.load_state(path).memory, first.memory)
+        first.save(path)
+        assert saved_position(path) == first.position
+    assert torch.equal(lm.load_state(path).memory, second.memory) and saved_position(path) == second.position
 
 
 def test_what_is_no_state_of_this_model_is_refused(lm: LanguageModel, trained: Train, tmp_path: Path) -> None:
