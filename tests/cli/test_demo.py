@@ -16,8 +16,9 @@ def test_it_leaves_two_runs_their_numbers_and_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = list(stdlib_text.documents())
-    # a tenth of the text and a quarter of the rows, to be quick
+    # a tenth of the text, a quarter of the rows and less depth, to be quick
     monkeypatch.setattr(stdlib_text, "documents", lambda: iter(every[::10]))
+    monkeypatch.setattr(demo, "DEPTH", 2)
     monkeypatch.setitem(demo.SETTINGS, "train.tokens_per_step", 1024)
     out = tmp_path / "a demo"
     assert main(["demo", "--steps", "4", "--json", "--out", str(out)]) == 0

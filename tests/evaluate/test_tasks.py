@@ -52,7 +52,7 @@ def test_an_oracle_gets_everything_right_and_a_shuffled_one_chance(
     place: str, tasks_folder: Path, request: pytest.FixtureRequest, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     folder = tasks_folder if place == "a handful" else request.getfixturevalue("eval_folder")
-    items = ITEMS if place == "a handful" else 400
+    items = ITEMS if place == "a handful" else 200
     right = results(HarnessLM(tokenizer, Oracle(folder, tokenizer, items), None), folder, items, tmp_path / "a")
     assert right["average_recurrent"] == 1.0
     for task in TASKS:
@@ -69,7 +69,7 @@ def test_an_oracle_gets_everything_right_and_a_shuffled_one_chance(
         bound = 3 * spread if task.chance else 0.02
         assert abs(guessed[task.name][f"{task.metric}_recurrent"] - task.chance) <= bound, task.name
         if task.metric == "acc" and task.chance:
-            assert guessed[task.name]["acc_recurrent_stderr"] == pytest.approx(spread, abs=0.005)
+            assert guessed[task.name]["acc_recurrent_stderr"] == pytest.approx(spread, abs=0.01)
 
 
 def test_prompts_begin_with_bos_once_and_split_where_the_harness_splits(

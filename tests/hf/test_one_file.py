@@ -46,7 +46,10 @@ def test_a_name_that_would_change_its_meaning_is_refused() -> None:
         check_scopes(source, {"norm"})
 
 
-@pytest.mark.parametrize("order", ["import maglev; import transformers", "import transformers; import maglev"])
+@pytest.mark.parametrize(
+    "order",
+    ["import maglev; import transformers", pytest.param("import transformers; import maglev", marks=pytest.mark.soak)],
+)
 def test_importing_maglev_is_enough_and_costs_no_transformers(order: str) -> None:
     code = (
         "import sys, maglev; assert not {'torch', 'transformers'} & set(sys.modules)"

@@ -169,6 +169,9 @@ RINGS = {
     "split, without memory": Ring(window=40, batch=3, kv_heads=1, group=2, memory=False, programs=64),
 }
 
+# in the interpreter, and made of what others have
+SLOW = {"split, without memory", "odd window, grouped", "window of one, split"}
+
 
 def ring_operation(case: Ring, positions: list[int], arrivals: Tensor, blocks_of: int) -> Operation:
     """`blocks_of` slots at a time, so that a small window takes several."""
@@ -202,11 +205,13 @@ def ring_operation(case: Ring, positions: list[int], arrivals: Tensor, blocks_of
     return operation
 
 
-@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize("name", [name for name in RINGS if name not in SLOW or not INTERPRETED])
 def test_rings_agree_at_any_filling_whatever_unused_slots_hold(name: str) -> None:
     case = RINGS[name]
     arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=DEVICE)
-    for first in (0, case.window - 1, 10**15 + 3):
+    # an empty ring, one that is about to be full, one far behind; the interpreter sees all three of one case
+    fillings = (0, case.window - 1, 10**15 + 3)
+    for first in fillings if not INTERPRETED or name == "plain" else fillings[1:]:
         positions = [first + 3 * row for row in range(case.batch)]
         operation = ring_operation(case, positions, arrivals, blocks_of=8)
         agree(operation)

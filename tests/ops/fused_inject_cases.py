@@ -154,7 +154,7 @@ def test_the_compiler_takes_it_whole() -> None:
 @pytest.mark.parametrize(
     ("recipe", "recompute"),
     # the interpreter takes its time: one of each
-    [("maglev-shared-0.1", "selective"), ("swa-ssss", "none"), ("lrt-ssss", "none")]
+    [("maglev-shared-0.1", "selective"), ("swa-ssss", "none")]
     if INTERPRETED
     else [(recipe, way) for recipe in ("maglev-shared-0.1", "swa-ssss", "lrt-ssss") for way in ("none", "selective")],
 )

@@ -68,7 +68,7 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory, fork_server: Ser
 ONE_OF_EACH_KIND = ("swa-ssss", "lrt-ssss", "maglev-shared-0.1", "maglev-separate-0.1", "maglev-closed")
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_every_recipe_has_the_losses_of_one_process(
     world: int, data: Path, alone: Path, tmp_path: Path, processes: Processes
 ) -> None:
