@@ -240,7 +240,7 @@ SPANS = {
     "room for more": Span(room=9),
     "grouped": Span(group=3, kv_heads=1, head_dim=32, room=2),
     "odd head": Span(head_dim=12, window=5),
-    "longer than a block": Span(length=35 if INTERPRETED else 150, window=20, padding=4),
+    "longer than a block": Span(length=18 if INTERPRETED else 150, window=20, padding=4),
     "all keys": Span(length=9, window=20),
     "every third": Span(length=40 if INTERPRETED else 500, window=20, first=1, step=3, room=2),
 }
