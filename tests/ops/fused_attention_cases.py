@@ -52,16 +52,21 @@ CASES = {
     "the last": Case(length=70, window=100, first=69, step=64),
 }
 # small ones, so that a band has all its parts
-TILES = [
-    {"forward": (32, 16), "queries": (32, 16), "keys": (16, 32)},
-    {"forward": (16, 32), "queries": (16, 32), "keys": (32, 16)},
-]
+TILES = {
+    "long": {"forward": (32, 16), "queries": (32, 16), "keys": (16, 32)},
+    "wide": {"forward": (16, 32), "queries": (16, 32), "keys": (32, 16)},
+}
 
 
-@pytest.fixture(params=TILES, ids=["long", "wide"], autouse=True)
+# the interpreter takes the second for a few cases alone, below
+@pytest.fixture(params=["long"] if INTERPRETED else list(TILES), autouse=True)
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, (queries, keys) in request.param.items():
-        monkeypatch.setitem(fused_attention.TILES, name, fused_attention.Tile(queries, keys, 4, 2))
+    take_tiles(request.param, monkeypatch)
+
+
+def take_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel, (queries, keys) in TILES[name].items():
+        monkeypatch.setitem(fused_attention.TILES, kernel, fused_attention.Tile(queries, keys, 4, 2))
 
 
 def inputs(case: Case, dtype: torch.dtype) -> list[Tensor]:
@@ -97,6 +102,12 @@ def test_result_and_every_gradient(name: str) -> None:
         torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["grouped", "odd length", "every fifth", "just whole"])
+def test_result_and_every_gradient_in_wide_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_tiles("wide", monkeypatch)
+    test_result_and_every_gradient(name)
+
+
 @pytest.mark.parametrize("name", ["window", "grouped", "odd length", "every fifth"])
 def test_at_most_twice_the_error_of_plain_bfloat16(name: str) -> None:
     exact = results(reference.windowed_attention, CASES[name], torch.float32)
@@ -126,7 +137,7 @@ def test_scores_of_any_size() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("tiles", TILES[:1], ids=["long"], indirect=True)
+@pytest.mark.parametrize("tiles", ["long"], indirect=True)
 def test_inputs_and_gradients_of_any_strides() -> None:
     """Heads first, as others keep them; and a gradient that is one number for all."""
     case = CASES["grouped"]
@@ -138,7 +149,7 @@ def test_inputs_and_gradients_of_any_strides() -> None:
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("tiles", TILES[:1], ids=["long"], indirect=True)
+@pytest.mark.parametrize("tiles", ["long"], indirect=True)
 def test_compiled_blocks_run_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole objective, its blocks compiled each as one graph, cheap parts computed again: attention is not."""
     objective = small("maglev-shared-0.1", dtype=torch.float32, depth=1, kv_heads=2).to(DEVICE)
