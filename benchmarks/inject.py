@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from maglev.bench.clock import machine_facts, seconds
 from maglev.bench.limits import machine_rates
-from maglev.config import ModelConfig
 from maglev.model.layers import ALIGNED
+from maglev.model_config import ModelConfig
 from maglev.ops import inject
 from maglev.ops.rotation import rotation, turn_frequencies
 from maglev.recipes import run_config

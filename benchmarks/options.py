@@ -37,7 +37,6 @@ from maglev.bench.jobs import Job, work_through
 from maglev.bench.lines import Lines
 from maglev.bench.models import full_state
 from maglev.cli.recall import default_settings
-from maglev.config import INJECTIONS
 from maglev.data.recall import RecallConfig
 from maglev.data.shards import open_data
 from maglev.errors import RequestError
@@ -45,6 +44,7 @@ from maglev.evaluate.runs import load_objective
 from maglev.inference.fast_step import FastDecoder
 from maglev.model.accounting import describe
 from maglev.model.decoder import Decoder
+from maglev.model_config import INJECTIONS
 from maglev.runs import read_config, read_metrics
 from maglev.train import launch
 from maglev.train.param_groups import REFERENCE_TOKENS_PER_STEP

@@ -25,11 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from maglev.config import ModelConfig
 from maglev.errors import RequestError, WorkError
 from maglev.model.decoder import Scales
 from maglev.model.init import draw
 from maglev.model.layers import MLP, Embedding, Linear, Readout
+from maglev.model_config import ModelConfig
 from maglev.objectives.next_token import NextTokenObjective
 from maglev.ops.inject import rms_norm
 from maglev.train.loop import Trainer

@@ -8,17 +8,15 @@ from typing import Any, NamedTuple
 from maglev.config import (
     ClosedMaglevConfig,
     LRTConfig,
-    Memory,
-    ModelConfig,
     NextTokenConfig,
     ObjectiveConfig,
     RunConfig,
     SeparateMaglevConfig,
     SharedMaglevConfig,
-    head_count,
     pretrained_shape,
 )
 from maglev.errors import RequestError
+from maglev.model_config import Memory, ModelConfig, head_count
 from maglev.settings import check_keys, parse_section, with_settings
 from maglev.values import parse_value, require
 

@@ -14,18 +14,16 @@ from hypothesis import strategies as st
 from maglev.config import (
     DataConfig,
     LRTConfig,
-    ModelConfig,
     NextTokenConfig,
     OptimizerConfig,
     RunConfig,
     SeparateMaglevConfig,
     SharedMaglevConfig,
     TrainConfig,
-    head_count,
     prefiller_config,
-    tile_windows,
 )
 from maglev.errors import RequestError
+from maglev.model_config import ModelConfig, head_count, tile_windows
 from maglev.recipes import RECIPES, run_config
 from maglev.settings import parse_assignments, setting_keys, with_settings
 from maglev.values import canonical_json, parse_value

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from maglev.config import ModelConfig
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
+from maglev.model_config import ModelConfig
 
 RECIPES = {"swa": "swa-ssss", "maglev": "maglev-shared-0.1"}
 # of --quick: for a look and for the tests

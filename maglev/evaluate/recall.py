@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maglev.config import ModelConfig
 from maglev.data.recall import DrawnRows
 from maglev.evaluate.memories import Source, memories, sources_of
+from maglev.model_config import ModelConfig
 from maglev.objectives.losses import Objective
 
 # a step is bound by launches, not by rows, and keeps little of each; a pass at once keeps all positions

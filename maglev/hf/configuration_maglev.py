@@ -4,8 +4,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from maglev.config import SLIDING, RunConfig
+from maglev.config import RunConfig
 from maglev.errors import RequestError
+from maglev.model_config import SLIDING
 from maglev.recipes import run_config
 from maglev.runs import MODEL_TYPE
 

@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from maglev.config import ModelConfig
 from maglev.errors import RequestError
 from maglev.inference.checks import check_tokens
 from maglev.model.chunk import Chunk, ChunkPass
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
+from maglev.model_config import ModelConfig
 
 # relative distance of the memories from where they settle, under which a block counts as settled
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-7, torch.bfloat16: 1e-2, torch.float16: 1e-2}

@@ -3,18 +3,16 @@
 from typing import Any
 
 from maglev.config import (
-    MEMORY_SLOTS,
     ClosedMaglevConfig,
     LRTConfig,
-    ModelConfig,
     NextTokenConfig,
     RunConfig,
     SeparateMaglevConfig,
     SharedMaglevConfig,
     prefiller_config,
     sharing_of,
-    tile_windows,
 )
+from maglev.model_config import MEMORY_SLOTS, ModelConfig, tile_windows
 
 BYTES = {"float32": 4, "bfloat16": 2}
 POSITION_BYTES = 8

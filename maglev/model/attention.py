@@ -6,9 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from maglev.config import ModelConfig
 from maglev.model.layers import MLP, Linear, project_packed
 from maglev.model.memory import Features, Pair, Rotation, gates_of, stream_of
+from maglev.model_config import ModelConfig
 from maglev.ops.attention import slot_attention
 from maglev.ops.entry import enter
 from maglev.ops.inject import inject, kernels, rms_norm, rotate, takes_kernels

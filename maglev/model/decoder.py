@@ -6,11 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from maglev.config import ModelConfig
 from maglev.model.attention import Attend, Block
 from maglev.model.layers import Embedding, Readout
 from maglev.model.memory import Features, Rotation, injection_of
 from maglev.model.state import DecoderState
+from maglev.model_config import ModelConfig
 from maglev.ops.attention import plan_attention, windowed_attention
 from maglev.ops.inject import rms_norm
 from maglev.ops.rotation import rotation, turn_frequencies

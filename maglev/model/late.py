@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from maglev.config import ModelConfig
 from maglev.model.attention import Attention, Block
 from maglev.model.decoder import Decoder
 from maglev.model.layers import ALIGNED, Linear
+from maglev.model_config import ModelConfig
 from maglev.ops.inject import rms_norm
 from maglev.ops.recompute import KEPT
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maglev.config import MEMORY_SLOTS, ModelConfig
 from maglev.model.layers import Linear
+from maglev.model_config import MEMORY_SLOTS, ModelConfig
 from maglev.ops.attention import slot_attention
 from maglev.ops.inject import gate, rms_norm, rotate
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from maglev.config import ModelConfig
+from maglev.model_config import ModelConfig
 from maglev.ops.decode import decode_attention
 
 

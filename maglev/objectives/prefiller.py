@@ -8,10 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from maglev.config import ModelConfig, SeparateMaglevConfig, prefiller_config, sharing_of, tile_windows
+from maglev.config import SeparateMaglevConfig, prefiller_config, sharing_of
 from maglev.model.attention import Attention, Block
 from maglev.model.decoder import Decoder, Scales, attend_in_parallel, run_blocks
 from maglev.model.layers import MLP, Embedding, Linear
+from maglev.model_config import ModelConfig, tile_windows
 from maglev.objectives.pretrained import PretrainedPrefiller
 from maglev.ops.inject import rms_norm
 from maglev.ops.rotation import rotation, turn_frequencies

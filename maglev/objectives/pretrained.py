@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maglev.config import ModelConfig, SeparateMaglevConfig
+from maglev.config import SeparateMaglevConfig
 from maglev.errors import RequestError
 from maglev.model.decoder import Decoder
 from maglev.model.layers import Linear
+from maglev.model_config import ModelConfig
 from maglev.ops.inject import rms_norm
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maglev.config import ModelConfig
 from maglev.inference.batch import Row
 from maglev.inference.state import State
+from maglev.model_config import ModelConfig
 from maglev.serve.faults import Fault
 from maglev.serve.prefixes import Boundary
 

@@ -9,12 +9,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from maglev.checkpoint import Checkpoint
-from maglev.config import ClosedMaglevConfig, LRTConfig, ModelConfig, ObjectiveConfig, RunConfig
+from maglev.config import ClosedMaglevConfig, LRTConfig, ObjectiveConfig, RunConfig
 from maglev.errors import RequestError
 from maglev.model.accounting import decoder_flops, objective_flops
 from maglev.model.attention import Block
 from maglev.model.init import draw, initialise
 from maglev.model.layers import Linear
+from maglev.model_config import ModelConfig
 from maglev.objectives import Objective, build_objective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.objectives.pretrained import PretrainedPrefiller

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from maglev.config import InjectionKind
 from maglev.errors import RequestError
+from maglev.model_config import InjectionKind
 from tests.helpers import random_tokens
 from tests.hf.models import CONTEXT, KINDS, small_model, stepped_logits
 

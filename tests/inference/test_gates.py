@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from maglev.config import InjectionKind
 from maglev.inference.fast_step import FastDecoder
 from maglev.inference.stepper import EagerStepper
 from maglev.model.attention import Attention
 from maglev.model.decoder import Decoder
 from maglev.model.memory import ResidualGate, shift_right
+from maglev.model_config import InjectionKind
 from maglev.objectives import build
 from maglev.ops.inject import NORM_EPS
 from maglev.serve.rows import memory_facts

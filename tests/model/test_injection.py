@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from maglev.config import InjectionKind
 from maglev.errors import RequestError
 from maglev.inference import fast_step
 from maglev.inference.fast_step import FastDecoder, fastest
@@ -19,6 +18,7 @@ from maglev.model.accounting import decoder_flops, describe, state_nbytes
 from maglev.model.chunk import ChunkPass
 from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
+from maglev.model_config import InjectionKind
 from maglev.objectives import build, build_objective
 from maglev.ops.attention import plan_attention, slot_attention, windowed_attention
 from maglev.ops.kernels import BLOCKWISE

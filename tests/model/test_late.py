@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from maglev.config import InjectionKind
 from maglev.model.late import LateDecoder, late_of
+from maglev.model_config import InjectionKind
 from maglev.objectives import closed_loop
 from maglev.objectives.closed_loop import ClosedLoopObjective
 from maglev.train.setup import prepare_blocks

@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
-from maglev.config import InjectionKind
+from maglev.model_config import InjectionKind
 from maglev.objectives import build
 from tests.helpers import ALL_RECIPES, MEMORY_RECIPES, batch_of, next_token_losses, small
 

@@ -10,11 +10,11 @@ import torch
 
 import maglev
 from maglev.checkpoint import newest
-from maglev.config import InjectionKind
 from maglev.data.shards import open_data
 from maglev.evaluate.runs import load_objective
 from maglev.model.init import initialise
 from maglev.model.memory import shift_right
+from maglev.model_config import InjectionKind
 from maglev.objectives.losses import next_token_loss
 from maglev.ops.inject import gate
 from maglev.runs import read_metrics
