@@ -22,9 +22,10 @@ from torch import Tensor
 
 from maglev import objectives
 from maglev.__main__ import main
-from maglev.config import OBJECTIVE_KINDS, ClosedMaglevConfig, ModelConfig, RunConfig, SeparateMaglevConfig
+from maglev.config import OBJECTIVE_KINDS, ClosedMaglevConfig, RunConfig, SeparateMaglevConfig
 from maglev.model.decoder import Decoder
 from maglev.model.layers import Linear
+from maglev.model_config import ModelConfig
 from maglev.objectives.closed_loop import ClosedLoopObjective
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss, token_mean
 from maglev.objectives.prefiller import Prefiller, SeparatePrefiller, SharedPrefiller
@@ -41,6 +42,8 @@ class LeversConfig(ClosedMaglevConfig):
     time: a rollout of 1 is a settling pass. `rollout_start` of training goes without, no passes are Maglev's objective
     with Q's own loss.
 
+    rollout_from: how long rollouts are at first; up to `rollout` they double in even parts of the first half of what is
+    left of training. 0 is `rollout` from the beginning.
     free: passes before that without gradient, which bring the memories to where the loop would have them.
     start: what the first of all these reads: P's memories on Q's, or `zeros`.
     own_share_end, consistency_end: what `own_share` and `consistency_weight` have become at the end of training, in a
@@ -62,6 +65,7 @@ class LeversConfig(ClosedMaglevConfig):
 
     kind: Literal["levers"] = "levers"  # type: ignore[assignment]
     passes: int = 1
+    rollout_from: int = 0
     free: int = 0
     start: Literal["lifted", "zeros"] = "lifted"
     own_share: float = 1.0
@@ -83,6 +87,7 @@ class LeversConfig(ClosedMaglevConfig):
         super().__post_init__()
         for name in (
             "passes",
+            "rollout_from",
             "free",
             "rise",
             "late_lifted",
@@ -144,7 +149,15 @@ class LeversObjective(ClosedLoopObjective):
         moving = (
             self.config.noise or self.config.blank or max(self.config.own_share_end, self.config.consistency_end) >= 0
         )
-        return self.number if moving else int(self.progress >= self.rollout_start)
+        return self.number if moving else int(self.progress >= self.rollout_start) * self.length
+
+    @property
+    def length(self) -> int:
+        """Of rollouts, at this point of training."""
+        first, last = self.config.rollout_from or self.rollout, self.rollout
+        doublings = math.ceil(math.log2(last / first)) if first < last else 0
+        done = (self.progress - self.rollout_start) / (1 - self.rollout_start) if self.rollout_start < 1 else 1.0
+        return min(last, first << max(0, int(2 * done * (doublings + 1)))) if doublings else last
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
         config, embedded = self.config, self.decoder.embedding(tokens)
@@ -187,9 +200,12 @@ class LeversObjective(ClosedLoopObjective):
                 memory = memory.detach()
                 for buffer in sweeps.before:
                     buffer.key, buffer.value = buffer.key.detach(), buffer.value.detach()
-            for first in range(min(config.rollout, memory.shape[1])):
-                positions = range(first, memory.shape[1], config.rollout)
-                memory = scatter(memory, sweeps.run(self.noisy(memory), positions, embedded), positions)
+            if config.passes == 1 and not config.noise:
+                memory = sweeps.rollout(memory, min(self.length, memory.shape[1]), embedded)
+            else:
+                for first in range(min(self.length, memory.shape[1])):
+                    positions = range(first, memory.shape[1], self.length)
+                    memory = scatter(memory, sweeps.run(self.noisy(memory), positions, embedded), positions)
             given = config.own_next_token, "own_target", config.own_consistency
             found = self.weighed(memory, target_memory, targets, *given).total
             if config.steady:

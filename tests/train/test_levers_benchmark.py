@@ -98,6 +98,22 @@ def test_what_holds_the_memories_of_the_loop_is_weighed_by_itself() -> None:
 
 
 @pytest.mark.usefixtures("script")
+def test_rollouts_may_grow_and_are_then_those_of_their_length() -> None:
+    batch = batch_of(3, 14)
+    growing = levers(rollout=12, rollout_from=2, rollout_start=0.5)
+    lengths = []
+    for growing.progress in (0.5, 0.6, 0.65, 0.7, 0.75, 1.0):
+        lengths.append(growing.length)
+        of_that_length = levers(rollout=growing.length, rollout_start=0.5)
+        torch.testing.assert_close(growing(*batch).total, of_that_length(*batch).total, rtol=0, atol=1e-12)
+        assert growing.stage == growing.length
+    assert lengths == [2, 4, 8, 12, 12, 12]
+    growing.progress = 0.4
+    assert growing.stage == 0
+    assert levers(rollout=12).length == levers(rollout=12, rollout_from=12).length == 12
+
+
+@pytest.mark.usefixtures("script")
 def test_blank_rows_read_zeros_in_the_lifted_pass() -> None:
     tokens, targets = batch_of(3, 14)
     objective = levers(blank=1.0, rollout_start=0.9, prefiller_weight=0)
