@@ -295,3 +295,11 @@ def render_read(result: Result) -> None:
         f"fastest that there are, extrapolated from {steps}.",
         soft_wrap=True,
     )
+    for row in result["rows"]:
+        if distances := row["distance_to_stepping_by_pass"]:
+            shown = " ".join(f"{distance:.2g}" for distance in distances)
+            console().print(
+                f"{row['model']}: relative distance from the memories of single steps after 1, 2, ... passes over every "
+                f"block: {shown}. What the last ones leave is rounding.",
+                soft_wrap=True,
+            )

@@ -56,7 +56,10 @@ def test_a_run_reads_text_until_it_settles(trained: Train, tmp_path: Path, capsy
     assert "fewer than the 100 asked for" in err and 10 < result["rows"][1]["tokens"] < 40
     assert result["passes_are"] == "until settled" and result["rows"][1]["weights"] == "trained"
     assert main(["bench", "read", run, "--quick", "--tokens", "30"]) == 0
-    assert "Python's own documentation" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Python's own documentation" in printed
+    # of the run alone: the SWA beside it has random weights and no memory
+    assert printed.count("from the memories of single steps") == 1
 
 
 def test_train_sets_models_beside_swa(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
