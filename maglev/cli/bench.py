@@ -106,6 +106,7 @@ def read(
     from maglev.bench.figures import plot_read
     from maglev.bench.read import PASSES, measure_read, read_plan
     from maglev.cli.runs import is_recipe
+    from maglev.runs import run_folder
 
     random = is_recipe(run_or_recipe)
     passes = PASSES if random and passes is None else passes
@@ -119,7 +120,7 @@ def read(
     else:
         if depth is not None:
             raise RequestError(f"{run_or_recipe} is a run, its depth is fixed; leave --depth away")
-        name, lm = trained_reader(Path(run_or_recipe), place, precision)
+        name, lm = trained_reader(run_folder(run_or_recipe), place, precision)
         decoder, prompt = lm.decoder, prompt_of(lm, prompt_file, plan.tokens)
         facts = {"weights": "trained", "text": prompt_file or "Python's own documentation"}
     with progress() as meter:
@@ -299,7 +300,7 @@ def render_read(result: Result) -> None:
         if distances := row["distance_to_stepping_by_pass"]:
             shown = " ".join(f"{distance:.2g}" for distance in distances)
             console().print(
-                f"{row['model']}: relative distance from the memories of single steps after 1, 2, ... passes over every "
-                f"block: {shown}. What the last ones leave is rounding.",
+                f"{row['model']}: relative distance from the memories of single steps after 1, 2, ... passes over "
+                f"every block: {shown}. What the last ones leave is rounding.",
                 soft_wrap=True,
             )

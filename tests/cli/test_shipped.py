@@ -63,6 +63,9 @@ def test_every_verb_that_only_reads_takes_it(shipped: Path, name: str, capsys: p
     assert main(["info", name, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recipe"] == "maglev-shared-0.1"
     assert main(["export", name, "again", "--json"]) == 0
+    capsys.readouterr()
+    assert main(["bench", "read", name, "--quick", "--tokens", "20", "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][-1]["weights"] == "trained"
 
 
 def test_others_say_how_to_get_a_folder(shipped: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
