@@ -63,7 +63,6 @@ def read_part_(decoder: Decoder | Reader, tokens: Tensor, counts: Tensor, state:
         chunk = chunk_of(decoder, tokens, state)
         memory, moving, done = settle(chunk, memory, counts, min(budget, tokens.shape[1]))
         moving = moving & (counts > done)
-        chunk.memory = memory
         chunk.commit_rows_(state, torch.where(moving, done, counts))
     left = moving.nonzero()[:, 0]
     if len(left):
@@ -76,18 +75,18 @@ def settle(chunk: Chunk, memory: Tensor, counts: Tensor, budget: int) -> tuple[T
     tolerance = TOLERANCE[memory.dtype]
     inside = torch.arange(chunk.length, device=counts.device) < counts[:, None]  # (B, C)
     moving, recent, passes = counts > 0, no_changes(len(counts), device=counts.device), 0
-    while passes < budget:
+    while True:
         fresh = chunk.run(memory)
         passes += 1
         # padding is left out
         before, after = (torch.where(inside[..., None], each, 0) for each in (memory, fresh))
         recent = torch.cat((recent[1:], relative_changes(before, after)[None]))
-        # a row that has settled stays, however long others take
-        memory = torch.where(moving[:, None, None], fresh, memory)
         moving = moving & ~have_settled(recent, tolerance)
-        if not bool(moving.any()):
-            break
-    return memory, moving, passes
+        if passes == budget or not bool(moving.any()):
+            return fresh, moving, passes
+        # A row that has settled is given what it settled on, however long others take: its memories stay, and so do its
+        # keys and values, which are those of memories a pass older.
+        memory = torch.where(moving[:, None, None], fresh, memory)
 
 
 def step_rows_(

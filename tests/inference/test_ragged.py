@@ -74,6 +74,21 @@ def test_padding_is_never_looked_at() -> None:
     assert_same_state(found[0], found[1], 0)
 
 
+@pytest.mark.parametrize("backend", ["plain", "torch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_neighbours_that_take_longer_change_no_bit(backend: str, dtype: torch.dtype) -> None:
+    """A row settles, another goes on: beside one that is padding alone the first ends where it ends here."""
+    decoder = small("maglev-shared-0.1", scale=0.9, dtype=dtype).decoder.requires_grad_(False)
+    reader = decoder if backend == "plain" else FastDecoder(decoder, "torch")
+    tokens, found = random_tokens(2, 40), []
+    for length in (40, 0):
+        state = reader.initial_state(2)
+        memory = read_rows_(reader, tokens, torch.tensor([20, length]), state, chunk=40)
+        found.append((state.row(0), memory[0, :20]))
+    assert_same_state(found[0][0], found[1][0], 0)
+    assert torch.equal(found[0][1], found[1][1])
+
+
 def test_the_kernels_order_of_work_reads_the_same() -> None:
     """As on a GPU, by the reference of its kernels."""
     decoder = small("maglev-shared-0.1", scale=0.3).decoder
