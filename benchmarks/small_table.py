@@ -44,7 +44,7 @@ from maglev.data.loader import Loader
 from maglev.data.shards import open_data
 from maglev.errors import RequestError, WorkError
 from maglev.evaluate.bpb import bits_per_byte
-from maglev.evaluate.requests import load_requests, save_scores
+from maglev.evaluate.requests import load_requests, load_scores, save_scores
 from maglev.evaluate.scoring import PassScorer
 from maglev.evaluate.table_facts import TRAINING, Facts, facts_of, load_facts, save_facts, training_of, without_places
 from maglev.model.accounting import prefiller_parameters
@@ -101,10 +101,17 @@ def measure_recipe(arguments: argparse.Namespace, run: Path, device: torch.devic
             rows = STEPPED_ROWS if source == "recurrent" and config.model.memory != "none" else PASSED_ROWS
             words = ["--data", text, "--memory", source, "--rows-per-pass", rows, "--device", device]
             verb("eval", "bpb", run, *words)
-    if arguments.requests:
+    facts = facts_of(run)
+    if arguments.requests and not diverged(facts["bpb"]):
         out = arguments.scores / f"{run.name}.json"
         verb("eval", "score", run, "--requests", arguments.requests, "--out", out, "--device", device)
-    return config, facts_of(run)
+    return config, facts
+
+
+def diverged(bpb: Sequence[Facts]) -> bool:
+    """Such a run has no numbers, and is a row all the same."""
+    values = [each[f"bpb_{each['memory']}"] for each in bpb]
+    return any(value is None or not math.isfinite(value) for value in values)
 
 
 def verb(*words: object) -> None:
@@ -147,7 +154,7 @@ def measure_peer(arguments: argparse.Namespace, run: Path, device: torch.device)
         result = bits_per_byte(objective, loader, "recurrent", counts, rows_per_pass=PASSED_ROWS, data=config.data)
         found.append(about | {"split": "validation", "data": text.resolve().name} | result.to_dict())
         lines.say(f"{text}: {result.value:.4f} bits per byte, recurrent")
-    if arguments.requests:
+    if arguments.requests and not diverged(found):
         asked = load_requests(arguments.requests)
         scores = PassScorer(objective, "recurrent", 1).score(asked.requests)
         about |= {"run": run.name, "seed": arguments.seed, "memory": "recurrent", "passes": None}
@@ -224,7 +231,6 @@ def add_row(found: dict[str, Any], out: Path, logs: Path, at_a_time: int = 1) ->
         files.write_text(spent, str(seconds))
         print(f"{found['row']}: {found['error']}, {seconds} s", flush=True)
         return
-    # a diverged run has no numbers, and is a row all the same
     facts = finite({key: value for key, value in found.items() if key not in ("row", "name", "status", "seconds")})
     put_run(out, facts | {"row_seconds": seconds, "rows_at_a_time": at_a_time})
     spent.unlink(missing_ok=True)
@@ -255,6 +261,8 @@ def aggregate(arguments: argparse.Namespace) -> int:
     for name, path in paths.items():
         if name not in found:
             print(f"{path}: no row {name!r} in {arguments.results}; left out", flush=True)
+        elif load_scores(path).setting.get("limit") is not None:
+            raise RequestError(f"{path} answers the first items of each task alone; build requests without --limit")
         elif not found[name]["tasks"]:
             with redirect_stdout(sys.stderr):
                 value = aggregated(arguments.tokenizer, path, arguments.data)

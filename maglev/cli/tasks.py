@@ -153,6 +153,11 @@ def setting_for(
     place = None if data is None else str(data)
     if data is not None and not data.is_dir():
         raise RequestError(f"--data is {data}, which is no folder; name the one with the tasks' jsonl files")
+    if data is not None and fewshot:
+        raise RequestError(
+            f"--fewshot is {fewshot}, and the files of --data hold the asked items alone: examples would be answers; "
+            f"leave --data away for the Hub's, which has others"
+        )
     return TaskSetting(task_names(names), place, limit, fewshot, length)
 
 
@@ -242,6 +247,8 @@ def aggregate(run: Path | None, scores: Path, data: Path | None) -> dict[str, An
     folder = Path(built_for) if run is None else run
     setting = setting if data is None else replace(setting, data=str(data))
     tokenizer = run_tokenizer(folder)
+    if tokenizer.fingerprint != found.tokenizer:
+        raise RequestError(f"{scores} answers requests of another tokenizer than that of {folder}; name its run")
     replay = Replay(found)
     with tempfile.TemporaryDirectory() as work:
         results = evaluate(HarnessLM(tokenizer, replay, setting.max_length), setting, Path(work))
@@ -253,13 +260,18 @@ def write_down(run: Path, found: dict[str, Any], facts: dict[str, Any], setting:
     import lm_eval
 
     from maglev.evaluate.results import source_name, task_result
-    from maglev.runs import CONFIG
+    from maglev.runs import CONFIG, read_config
 
     value: dict[str, Any] = finite(task_result(found, facts, setting | {"lm_eval": lm_eval.__version__}))
     # a part of the items is no result to put into a table, and prepared data is no run
     if setting["limit"] is None and (run / CONFIG).is_file():
-        words = "paper" if f"average_{facts['memory']}" in value else "-".join(setting["tasks"])[:80]
-        keep(run, f"tasks-{words}-{source_name(facts)}", value)
+        words = ["paper" if f"average_{facts['memory']}" in value else "-".join(setting["tasks"])[:80]]
+        # other questions, which take no other's place: the table's are asked without examples and within the context
+        if setting["max_length"] != read_config(run).model.context:
+            words.insert(0, f"length-{setting['max_length'] or 'any'}")
+        if setting["fewshot"] is not None:
+            words.insert(0, f"fewshot-{setting['fewshot']}")
+        keep(run, "-".join(["tasks", *words, source_name(facts)]), value)
     return value
 
 
@@ -270,6 +282,7 @@ def render(value: dict[str, Any]) -> None:
     out = console()
     passes = f", {value['passes']} passes" if value["passes"] else ""
     part = "" if setting["limit"] is None else f", the first {setting['limit']} items of each"
+    part += "" if setting["fewshot"] is None else f", {setting['fewshot']} examples before each"
     out.print(
         f"{value['run']} ({value['recipe']}, step {value['step']}): {source} memories{passes}, {value['dtype']}, "
         f"lm_eval {setting['lm_eval']}{part}",

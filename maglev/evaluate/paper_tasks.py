@@ -222,8 +222,8 @@ def read_rows(folder: Path, task: PaperTask, limit: int | None = None) -> list[R
     wanted = task.items if limit is None else min(limit, task.items)
     if len(rows) < wanted:
         raise RequestError(
-            f"{path} has {len(rows):,} items and {task.name} has {task.items:,}; bring the whole file, "
-            f"or ask for fewer with --limit {len(rows)}"
+            f"{path} has {len(rows):,} items and {task.name} has {task.items:,}; bring the whole file"
+            + (f", or ask for fewer with --limit {len(rows)}" if rows else "")
         )
     if limit is None and len(rows) > wanted:
         raise RequestError(f"{path} has {len(rows):,} items and {task.name} has {task.items:,}; bring the file again")

@@ -6,6 +6,7 @@ context stands once, scores are JSON, whose numbers come back to the bit.
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors.numpy import save_file
 from maglev import files
 from maglev.errors import RequestError
 
-REQUESTS_FORMAT, SCORES_FORMAT = "maglev-requests-1", "maglev-scores-1"
+REQUESTS_FORMAT, SCORES_FORMAT = "maglev-requests-1", "maglev-scores-2"
 
 
 @dataclass(frozen=True)
@@ -121,17 +122,26 @@ def save_scores(path: Path, asked: RequestFile, scores: Sequence[Score], facts: 
     value = {
         "format": SCORES_FORMAT,
         "requests": asked.digest(),
+        "tokenizer": asked.tokenizer,
         "setting": asked.setting,
         "model": facts,
+        "sha256": scores_digest(scores),
         "logprob": [score.logprob for score in scores],
         "greedy": [score.greedy for score in scores],
     }
     files.write_json(path, value)
 
 
+def scores_digest(scores: Sequence[Score]) -> str:
+    """Answers belong to requests by their order alone, so that is part of it."""
+    return hashlib.sha256(repr([(score.logprob, score.greedy) for score in scores]).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class ScoreFile:
     requests: str
+    # of the tokenizer whose ids the requests are
+    tokenizer: str
     setting: dict[str, Any]
     model: dict[str, Any]
     scores: list[Score]
@@ -142,8 +152,13 @@ def load_scores(path: Path) -> ScoreFile:
         value = json.loads(path.read_bytes())
         if value["format"] != SCORES_FORMAT:
             raise ValueError(f"its format is {value['format']!r}")
-        scores = [Score(float(logprob), bool(greedy)) for logprob, greedy in zip(value["logprob"], value["greedy"])]
-        return ScoreFile(value["requests"], dict(value["setting"]), dict(value["model"]), scores)
+        pairs = zip(value["logprob"], value["greedy"], strict=True)
+        scores = [Score(float(logprob), bool(greedy)) for logprob, greedy in pairs]
+        if not all(-math.inf < score.logprob <= 0 for score in scores):
+            raise ValueError("a log-probability is not a number of at most 0")
+        if value["sha256"] != scores_digest(scores):
+            raise ValueError("they do not match their checksum")
+        return ScoreFile(value["requests"], value["tokenizer"], dict(value["setting"]), dict(value["model"]), scores)
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist; make it with 'maglev eval score --out {path}'") from None
     except (OSError, ValueError, KeyError, TypeError) as error:

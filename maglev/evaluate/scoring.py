@@ -4,6 +4,7 @@ Requests are brought into an order of their own before they are put into batches
 changes nothing, to the bit. The size of a batch changes how products add up: scores then agree to rounding.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maglev.data.tokenizer import Tokenizer
-from maglev.errors import RequestError
+from maglev.errors import RequestError, WorkError
 from maglev.evaluate.memories import DEFAULT_PASSES, Source, memories
 from maglev.evaluate.requests import Request, Score
 from maglev.evaluate.runs import load_objective
@@ -71,7 +72,14 @@ class BatchedScorer:
         total, found = sum(len(choices) for _, choices in ordered), dict[Request, Score]()
         for batch in self.batches(ordered):
             asked = [Request(context, choice) for context, choices in batch for choice in choices]
-            found.update(zip(asked, self.score_batch(batch), strict=True))
+            scores = self.score_batch(batch)
+            for score in scores:
+                if not math.isfinite(score.logprob):
+                    raise WorkError(
+                        f"the model gives a log-probability of {score.logprob}: its weights or memories have diverged, "
+                        f"and no score means anything; evaluate an earlier checkpoint or train again"
+                    )
+            found.update(zip(asked, scores, strict=True))
             if progress:
                 progress(len(found), total)
         return [found[request] for request in requests]

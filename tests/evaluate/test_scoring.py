@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from maglev.errors import RequestError
+from maglev.__main__ import main
+from maglev.errors import RequestError, WorkError
 from maglev.evaluate import scoring
 from maglev.evaluate.memories import Source, memories
 from maglev.evaluate.requests import Request, RequestFile, Score, load_requests, load_scores, save_requests, save_scores
@@ -19,7 +20,7 @@ from maglev.evaluate.scoring import READINGS, Limits, PassScorer, Reading, Recur
 from maglev.inference.engine import LanguageModel
 from maglev.objectives import Objective
 from tests.helpers import random_tokens, small, step_through
-from tests.small_runs import Train, flip_byte
+from tests.small_runs import Train, flip_byte, one_line
 
 RECIPES = ("swa-ssss", "transformer-slsl", "lrt-ssss", "maglev-separate-1")
 
@@ -174,6 +175,49 @@ def test_requests_and_scores_come_back_from_their_files(tmp_path: Path) -> None:
     for path, loader in (("none", load_requests), ("none", load_scores), ("s.json", load_requests)):
         with pytest.raises(RequestError):
             loader(tmp_path / path)
+
+
+def test_scores_that_were_changed_are_refused(tmp_path: Path) -> None:
+    path, requests = tmp_path / "s.json", some_requests()[:3]
+    scores = [Score(-1.5, True), Score(-0.25, False), Score(0.0, False)]
+    save_scores(path, RequestFile(requests, "a tokenizer", {}), scores, {})
+    value = json.loads(path.read_text())
+    assert load_scores(path).tokenizer == "a tokenizer"
+    for changed, reason in (
+        ({"logprob": value["logprob"][::-1]}, "do not match their checksum"),
+        ({"greedy": [False, True, False]}, "do not match their checksum"),
+        ({"logprob": [-1.5, 5.0, 0.0]}, "not a number of at most 0"),
+        ({"logprob": [-1.5, math.nan, 0.0]}, "not a number of at most 0"),
+        ({"logprob": [-1.5, -math.inf, 0.0]}, "not a number of at most 0"),
+        ({"greedy": [True, False]}, "shorter"),
+        ({"format": "maglev-scores-1"}, "its format is 'maglev-scores-1'"),
+    ):
+        path.write_text(json.dumps(value | changed))
+        with pytest.raises(RequestError, match=reason):
+            load_scores(path)
+
+
+@pytest.mark.parametrize("source", ["recurrent", "refined"])
+def test_a_model_that_diverged_has_no_scores(source: Source) -> None:
+    objective, lm = model("maglev-shared-0.1")
+    scorer = RecurrentScorer(lm) if source == "recurrent" else PassScorer(objective, source, 2)
+    scorer.score(some_requests())
+    torch.nn.init.constant_(objective.decoder.readout.weight, math.nan)
+    with pytest.raises(WorkError, match="a log-probability of nan: its weights or memories have diverged"):
+        scorer.score(some_requests())
+
+
+def test_the_verb_says_so_in_one_line_and_writes_nothing(
+    trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained("maglev-shared-0.1")
+    tokenizer = open_scorer(run, torch.device("cpu"), pytest.fail).tokenizer.fingerprint
+    asked, out = tmp_path / "r.safetensors", tmp_path / "s.json"
+    save_requests(asked, RequestFile([Request((0, 5), (7, 8))], tokenizer, {}))
+    monkeypatch.setattr(RecurrentScorer, "score_batch", lambda *_: [Score(math.nan, False)])
+    capsys.readouterr()
+    assert main(["eval", "score", str(run), "--requests", str(asked), "--out", str(out), "--device", "cpu"]) == 1
+    assert "have diverged" in one_line(capsys) and not out.exists()
 
 
 def test_requests_need_something_to_read_and_to_ask_for() -> None:

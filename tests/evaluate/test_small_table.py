@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from maglev.__main__ import main
+from maglev.evaluate import paper_tasks
+from maglev.evaluate.paper_tasks import read_rows
 from maglev.evaluate.requests import Request, RequestFile, save_requests
 from maglev.evaluate.table_facts import KEYS
 from maglev.model.accounting import describe
@@ -58,12 +60,12 @@ def test_rows_make_a_table(
         assert script.main(["row", name, *map(str, common), *map(str, own)]) == 0
         found = json.loads(capsys.readouterr().out)
         script.add_row(found | {"row": name, "name": name, "status": 0, "seconds": 1.0}, out, tmp_path)
-    assert (
-        script.main(
-            ["aggregate", str(out), "--scores", str(scores), "--tokenizer", str(data), "--data", str(tasks_folder)]
-        )
-        == 0
-    )
+    joining = ["aggregate", str(out), "--scores", str(scores), "--tokenizer", str(data), "--data", str(tasks_folder)]
+    assert script.main(joining) == 2
+    assert "answers the first items of each task alone" in capsys.readouterr().err
+    whole(scores)
+    monkeypatch.setattr(paper_tasks, "read_rows", lambda folder, task, limit: read_rows(folder, task, ITEMS))
+    assert script.main(joining) == 0
     runs = {run["run"]: run for run in json.loads(out.read_text())["runs"]}
     assert list(runs)[-1] == "twice" and runs["twice"]["tokens"] == 2 * runs["swa-ssss-0"]["tokens"]
     for name, run in runs.items():
@@ -95,6 +97,14 @@ def test_rows_make_a_table(
     assert swa["cells"][text]["spread"] is not None and swa["cells"][text]["difference"] is None
     assert all(cell["difference"] is not None for line in others for cell in line["cells"].values())
     assert 0 <= others[-1]["cells"]["average"]["value"] <= 100
+
+
+def whole(scores: Path) -> None:
+    """As if the files of the tasks had no more items."""
+    for path in scores.glob("*.json"):
+        value = json.loads(path.read_text())
+        value["setting"]["limit"] = None
+        path.write_text(json.dumps(value))
 
 
 def toy(data: Path, *words: object) -> list[str]:
@@ -159,6 +169,7 @@ def test_a_diverged_row_is_kept_and_a_foreign_file_is_not_written_to(
     bpb = [{"data": "text", "memory": "recurrent", "bpb_recurrent": float("nan")}]
     script.add_row(facts | {"row": "mamba-2, seed 0", "name": "mamba-2-0", "status": 0, "bpb": bpb}, out, tmp_path)
     assert "text recurrent nan" in capsys.readouterr().out
+    assert script.diverged(bpb) and not script.diverged([bpb[0] | {"bpb_recurrent": 1.5}])
     assert json.loads(out.read_text())["runs"][0]["bpb"][0]["bpb_recurrent"] is None
     out.write_text("{}")
     assert script.main(["rows", "swa-ssss", *toy(data, "--out", out)]) == 2

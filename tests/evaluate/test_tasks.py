@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from maglev.__main__ import main
+from maglev.cli.tasks import write_down
 from maglev.data.tokenizer import Tokenizer
 from maglev.errors import RequestError, WorkError
 from maglev.evaluate.paper_tasks import BY_NAME, TASKS, read_rows
-from maglev.evaluate.requests import Request, Score, load_requests
+from maglev.evaluate.requests import Request, Score, load_requests, load_scores, save_scores
 from tests.evaluate.task_files import ITEMS, Oracle, row_of
 from tests.small_runs import Train, one_line
 
@@ -204,9 +205,12 @@ def test_three_steps_are_one_step_to_the_bit(
         Path(scores).write_text(json.dumps(value | {part: {}}))
         assert main(["eval", "tasks", "--scores", scores]) == 2
         assert "does not say what was asked of whom" in one_line(capsys)
-    value["logprob"].pop()
-    value["greedy"].pop()
-    Path(scores).write_text(json.dumps(value))
+    Path(scores).write_text(json.dumps(value | {"tokenizer": "another"}))
+    assert main(["eval", "tasks", "--scores", scores]) == 2
+    assert "answers requests of another tokenizer than that of" in one_line(capsys)
+    # fewer of them, whole by themselves
+    fewer = load_scores(Path(scores)).scores[:-1]
+    save_scores(Path(scores), load_requests(Path(asked)), fewer, value["model"])
     assert main(["eval", "tasks", "--scores", scores]) == 2
     assert "these tasks and data make other ones" in capsys.readouterr().err
 
@@ -231,6 +235,28 @@ def test_whole_files_are_kept_in_the_run_by_memory_source(
     assert "lifted memories" in shown and "standard error" in shown and "acc_norm" in shown
     (found,) = load_results(run, "tasks")
     assert found["memory"] == "lifted" and "acc_lifted_stderr" in found["tasks"]["boolq"]
+    # cut shorter it is another question, and takes no other's place
+    assert main([*words, "--max-length", "24"]) == 0
+    assert load_results(run, "tasks-piqa") == [found]
+    assert [path.name for path in sorted((run / "eval").iterdir())] == [
+        "tasks-length-24-piqa-boolq-lifted.json",
+        "tasks-piqa-boolq-lifted.json",
+    ]
+
+
+@pytest.mark.parametrize(("fewshot", "table"), [(None, ["tasks-paper-recurrent.json"]), (25, [])])
+def test_the_table_takes_what_was_asked_without_examples(
+    fewshot: int | None, table: list[str], trained: Train, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained("swa-ssss"), run)
+    metrics = {task.name: {f"{task.metric},none": 0.5} for task in TASKS}
+    facts = {"memory": "recurrent", "passes": None, "weights": "plain", "recipe": "swa-ssss"}
+    setting = {"tasks": ["all"], "limit": None, "fewshot": fewshot, "max_length": 32}
+    write_down(run, {"results": metrics, "n-samples": {}}, facts, setting)
+    names = [path.name for path in (run / "eval").iterdir()]
+    assert names == (table or ["tasks-fewshot-25-paper-recurrent.json"])
+    assert len(load_results(run, "tasks-paper")) == len(table)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +267,10 @@ def test_whole_files_are_kept_in_the_run_by_memory_source(
         (["--tasks", ",", "--data", "TASKS"], "--tasks is ','"),
         (["--data", "TASKS"], "lambada.jsonl has 3 items and lambada_openai has 5,153; bring the whole file"),
         (["--data", "TASKS", "--limit", "0"], "--limit is 0; it must be at least 1"),
+        (
+            ["--data", "TASKS", "--limit", "1", "--fewshot", "2"],
+            "--fewshot is 2, and the files of --data hold the asked",
+        ),
         (["--data", "TASKS", "--limit", "1", "--memory", "own"], "--memory is 'own'"),
         (["--data", "TASKS", "--limit", "1", "--passes", "2"], "--passes goes with --memory refined"),
         (["--data", "TASKS", "--limit", "1", "--batch-rows", "0"], "--batch-rows is 0"),
