@@ -223,9 +223,8 @@ def compared(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ..
     }
     published = [published_line(recipe) for recipe in PUBLISHED]
     ours = [line for line in lines if line.origin == OURS and line.memory == "recurrent"]
-    tokens = {line.model: line.costs.get("tokens") for line in lines}
-    usual = tokens[(base[OURS] or ours[0]).model] if ours else None
-    rivals = {OURS: [line for line in ours if tokens[line.model] in (usual, None)], PAPER: published}
+    usual = (base[OURS] or ours[0]).costs.get("tokens") if ours else None
+    rivals = {OURS: [line for line in ours if line.costs.get("tokens") in (usual, None)], PAPER: published}
     found = []
     for line in lines:
         cells = {}

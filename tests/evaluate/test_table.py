@@ -143,6 +143,15 @@ def test_more_tokens_are_no_contest_and_speed_is_told_of_runs_that_were_alone(ru
         assert all(("tokens_per_second" in own) == (at_a_time == 1) for own in costs)
 
 
+@pytest.mark.parametrize("paper", [True, False])
+def test_the_papers_lines_do_not_decide_which_of_ours_compete(tmp_path: Path, paper: bool) -> None:
+    """The paper has an SWA of the same name, without tokens, and no closed Maglev."""
+    runs = [make_run(tmp_path, "swa-ssss", recurrent=1.30), make_run(tmp_path, "maglev-closed", recurrent=1.25)]
+    table = make_table(collect(runs), paper=paper)
+    ours = {line.recipe: line.cells["fw"].best for line in table.lines if line.origin == OURS}
+    assert ours == {"swa-ssss": False, "maglev-closed": True}
+
+
 def test_another_text_has_a_column_that_the_paper_does_not_fill(tmp_path: Path) -> None:
     run = make_run(tmp_path, "swa-ssss", recurrent=1.3)
     value = json.loads((run / "eval" / "bpb-fineweb-recurrent.json").read_text()) | {"data": "books"}
