@@ -5,7 +5,7 @@ import io
 from collections.abc import Callable, Sequence
 
 from maglev.evaluate.paper_tasks import TASKS
-from maglev.evaluate.table import ACCURACIES, COSTS, OURS, PAPER, Cell, Column, Line, PaperTable
+from maglev.evaluate.table import ACCURACIES, COSTS, FINEWEB, OURS, PAPER, Cell, Column, Line, PaperTable, is_fineweb
 
 HEADINGS = ("model", "numbers", "memory", "seeds")
 NOTE = (
@@ -20,7 +20,15 @@ DIFFERENCES, COST = "Difference to SWA", "What a run of ours took"
 
 def note(table: PaperTable) -> str:
     theirs = PAPERS_NOTE if any(line.origin == PAPER for line in table.lines) else ""
-    return NOTE + fewer_seeds(table) + chances(table) + theirs
+    return NOTE + fewer_seeds(table) + chances(table) + theirs + several_finewebs(table)
+
+
+def several_finewebs(table: PaperTable) -> str:
+    """Why none of ours stands in the paper's column then."""
+    names = [column.title for column in table.columns if column != FINEWEB and is_fineweb(column.title)]
+    if FINEWEB not in table.columns or not names:
+        return ""
+    return f" {FINEWEB.title} is the paper's alone, since more than one text of ours has its name: {', '.join(names)}."
 
 
 def is_of_fewer(cell: Cell, line: Line) -> bool:

@@ -161,6 +161,35 @@ def test_another_text_has_a_column_that_the_paper_does_not_fill(tmp_path: Path) 
     assert ["bpb books" in line.cells for line in table.lines] == [True, False]
 
 
+def test_two_texts_of_the_papers_name_have_a_column_each(tmp_path: Path) -> None:
+    """Neither stands for the other, in whatever order they were measured."""
+    run = make_run(tmp_path, "swa-ssss", recurrent=1.3)
+    value = json.loads((run / "eval" / "bpb-fineweb-recurrent.json").read_text())
+    save_result(run, "bpb-fineweb-2-recurrent", value | {"data": "fineweb-2", "bpb_recurrent": 1.1})
+    table = make_table(collect([run]))
+    ours, theirs = table.lines
+    assert (ours.cells["bpb fineweb"].value, ours.cells["bpb fineweb-2"].value) == (1.3, 1.1)
+    assert "fw" not in ours.cells and "fw" in theirs.cells
+    assert "FW is the paper's alone" in table_formats.as_text(table)
+    alone = make_table(collect([run]), paper=False)
+    assert FINEWEB not in alone.columns and "the paper's alone" not in table_formats.as_text(alone)
+
+
+def test_a_run_named_twice_comes_once_and_two_of_one_seed_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = make_run(tmp_path / "a", "swa-ssss", recurrent=1.3)
+    other = make_run(tmp_path / "b", "swa-ssss", recurrent=1.2)
+    kept = tmp_path / "kept.json"
+    save_facts(kept, collect([first]))
+    assert collect([first, kept, first]) == collect([first])
+    for places, named in (((first, other), (first, other)), ((kept, other), (f"{first.name} in {kept}", other))):
+        assert main(["table", *map(str, places), "--out", str(tmp_path / "out")]) == 2
+        line = one_line(capsys)
+        assert all(str(name) in line for name in named) and "leave one of them out" in line
+    assert not (tmp_path / "out").exists()
+
+
 def test_formats_say_the_same(runs: list[Path]) -> None:
     table = make_table(collect(runs))
     markdown = table_formats.as_markdown(table)
@@ -323,6 +352,8 @@ def test_bad_requests_end_in_one_line(runs: list[Path], tmp_path: Path, capsys: 
     partial, texts = tmp_path / "partial.json", tmp_path / "texts.json"
     partial.write_text(json.dumps({"format": "maglev-table-1", "runs": [{"run": "x"}]}))
     texts.write_text(json.dumps({"rows": [{"recipe": "swa-ssss", "bpb_recurrent": 1.0}]}))
+    empty = tmp_path / "empty.json"
+    save_facts(empty, [])
     for words, line in {
         (str(bare),): "has no results yet; measure it with 'maglev eval bpb'",
         (str(damaged),): "cannot be read",
@@ -331,6 +362,8 @@ def test_bad_requests_end_in_one_line(runs: list[Path], tmp_path: Path, capsys: 
         (str(texts),): "is no file of table facts",
         (str(tmp_path / "nowhere"),): "is not a run folder",
         (str(runs[0]), "--memory", "own"): "--memory is 'own'",
+        (str(empty),): "empty.json holds no runs; name a file with some",
+        (str(runs[1]), "--memory", "lifted"): "no run has lifted numbers; choose --memory among recurrent,",
     }.items():
         capsys.readouterr()
         assert main(["table", *words, "--out", str(tmp_path / "out")]) == 2
