@@ -83,6 +83,8 @@ class Cell:
 
     value: float
     spread: float | None = None
+    # of the mean over a task's items, which are the same for all seeds: more seeds do not make it smaller
+    error: float | None = None
     # to SWA's of the same origin
     difference: float | None = None
     best: bool = False
@@ -183,14 +185,18 @@ def distinction(group: Sequence[Facts], others: Sequence[Sequence[Facts]]) -> st
 
 def our_line(group: Sequence[Facts], label: str, source: str, passes: int | None, texts: Mapping[str, Column]) -> Line:
     values: dict[str, dict[int, float]] = {}
+    errors: dict[str, list[float]] = {}
     for run in sorted(group, key=lambda run: run["seed"]):
         for key, value in numbers_of(run, source, passes, texts).items():
             values.setdefault(key, {})[run["seed"]] = value
+        for key, value in errors_of(run, source, passes).items():
+            errors.setdefault(key, []).append(value)
     cells = {}
     for key, by_seed in values.items():
         own = list(by_seed.values())
         spread = statistics.stdev(own) if len(own) > 1 else None
-        cells[key] = Cell(statistics.fmean(own), spread, seeds=tuple(by_seed))
+        error = statistics.fmean(errors[key]) if key in errors else None
+        cells[key] = Cell(statistics.fmean(own), spread, error, seeds=tuple(by_seed))
     seeds = tuple(sorted({seed for by_seed in values.values() for seed in by_seed}))
     costs = {
         key: statistics.fmean(known)
@@ -211,15 +217,31 @@ def numbers_of(run: Facts, source: str, passes: int | None, texts: Mapping[str, 
     for result in run["bpb"]:
         if (result["memory"], result["passes"], result["weights"]) == (source, passes, "plain"):
             found[texts[result["data"]].key] = result[f"bpb_{source}"]
-    for result in run["tasks"]:
-        if (result["memory"], result["passes"], result["weights"]) != (source, passes, "plain"):
-            continue
+    for result in task_results(run, source, passes):
         own: dict[str, Any] = result["tasks"]
         found[PERPLEXITY.key] = own["lambada_openai"][f"perplexity_{source}"]
         for task, column in zip(TASKS, ACCURACIES, strict=True):
             found[column.key] = column.scale * own[task.name][f"{task.metric}_{source}"]
         found[AVERAGE.key] = AVERAGE.scale * result[f"average_{source}"]
     return {key: value for key, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def errors_of(run: Facts, source: str, passes: int | None) -> dict[str, float]:
+    """Standard errors, as far as the results have them; of the average where all eight do, whose items differ."""
+    found: dict[str, float | None] = {}
+    for result in task_results(run, source, passes):
+        own: dict[str, Any] = result["tasks"]
+        found[PERPLEXITY.key] = own["lambada_openai"].get(f"perplexity_{source}_stderr")
+        told = [own[task.name].get(f"{task.metric}_{source}_stderr") for task in TASKS]
+        found |= {c.key: None if error is None else c.scale * error for c, error in zip(ACCURACIES, told, strict=True)}
+        known = [error for error in told if error is not None]
+        found[AVERAGE.key] = AVERAGE.scale * math.hypot(*known) / len(TASKS) if len(known) == len(TASKS) else None
+    return {key: value for key, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def task_results(run: Facts, source: str, passes: int | None) -> list[dict[str, Any]]:
+    kind = (source, passes, "plain")
+    return [result for result in run["tasks"] if (result["memory"], result["passes"], result["weights"]) == kind]
 
 
 def compared(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ...]:
