@@ -7,9 +7,9 @@ import pytest
 
 from maglev.evaluate.recall_results import draw_recall
 from maglev.evaluate.results import save_result
-from maglev.evaluate.table import LABELS, make_table
+from maglev.evaluate.table import FINEWEB, LABELS, make_table
 from maglev.evaluate.table_facts import collect, save_facts
-from maglev.evaluate.table_figures import draw_figures, draw_positions
+from maglev.evaluate.table_figures import draw_cost, draw_figures, draw_positions, draw_training
 from tests.evaluate.table_runs import five_runs, make_run, recall_rows
 
 
@@ -54,6 +54,45 @@ def test_every_row_has_a_curve_by_position_and_its_difference_to_swa(runs: list[
     # lifted too
     found = [line.get_ydata()[0] for line in differences.lines]
     assert found == pytest.approx([0, -0.02, -0.04, 1.245 - 1.31])
+
+
+def test_losses_of_training_are_drawn_beside_those_of_swa_at_the_same_step(tmp_path: Path) -> None:
+    """Of its seed and length, where there is one; else as they are, without the first steps' scale."""
+    Figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib").Figure
+    own = make_run(tmp_path, "maglev-closed", recurrent=1.25)
+    rows = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
+    lowered = [row | {"next_token_loss": row["next_token_loss"] - 0.25} for row in rows]
+    (own / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lowered))
+    other_seed = make_run(tmp_path, "swa-ssss", 1, recurrent=1.3)
+    longer = make_run(tmp_path, "swa-ssss", 0, 100, recurrent=1.3)
+    for swa, compares in ((other_seed, False), (longer, False), (make_run(tmp_path, "swa-ssss", recurrent=1.3), True)):
+        facts = collect([own, swa])
+        figure = Figure()
+        draw_training(figure, facts[:1], facts)
+        losses = figure.axes[1]
+        drawn = next(list(line.get_ydata()) for line in losses.lines if line.get_label() == "Maglev (closed)")
+        assert ("less SWA's" in losses.get_ylabel()) is compares
+        if compares:
+            assert drawn == pytest.approx([-0.25] * len(rows))
+        else:
+            assert max(drawn) > 4 and losses.get_ylim()[1] < 3
+
+
+def test_models_of_equal_cost_do_not_hide_each_other(tmp_path: Path) -> None:
+    """Their state is the same: each has a place and a sign of its own, in the order of the table."""
+    figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib").Figure()
+    recipes = ("transformer-slsl", "swa-ssss", "lrt-ssss", "maglev-shared-0.1")
+    table = make_table(collect([make_run(tmp_path, recipe, recurrent=1.3) for recipe in recipes]), paper=False)
+    draw_cost(figure, table, FINEWEB)
+    state = figure.axes[1]
+    signs = [line.get_marker() for line in state.lines]
+    places = [float(line.get_xdata()[0]) for line in state.lines]
+    assert len(set(signs)) == len(recipes)
+    full, bounded = places[0], places[1:]
+    costs = [line.costs["state_bytes"] for line in table.lines]
+    assert full == pytest.approx(costs[0]) and costs[1] == costs[2] == costs[3]
+    assert bounded == sorted(bounded) and bounded[1] == pytest.approx(costs[1])
+    assert bounded[1] / bounded[0] == pytest.approx(bounded[2] / bounded[1]) and bounded[1] > 1.009 * bounded[0]
 
 
 def test_a_diverged_run_has_a_line_where_it_has_numbers(runs: list[Path], tmp_path: Path) -> None:
