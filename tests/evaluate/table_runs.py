@@ -59,6 +59,7 @@ def five_runs(folder: Path) -> list[Path]:
 
 def recall_rows(recipe: str, seed: int = 0) -> list[dict[str, Any]]:
     facts = {"recipe": recipe, "variant": "pairs", "pairs": 4, "chance": 0.03, "memory": "recurrent", "passes": None}
+    facts |= {"depth": 2, "window": 8, "context": 64}
     return [
         facts | {"distance": label, "accuracy": 0.5, "items": 9, "settings": {}, "seed": seed}
         for label in ("0-1", "1-2")
