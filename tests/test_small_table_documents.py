@@ -53,6 +53,12 @@ def bits(cell: Cell) -> str:
     return f"**{text}**" if cell.best else text
 
 
+def seeds_of(recipe: str) -> list[float]:
+    """Recurrent bits per byte of held-out text, of every seed."""
+    results = [result for run in collect([RESULTS]) if run["recipe"] == recipe for result in run["bpb"]]
+    return [each["bpb_recurrent"] for each in results if (each["data"], each["memory"]) == ("text", "recurrent")]
+
+
 def test_the_page_is_what_the_verb_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["table", str(RESULTS), "--no-figures", "--out", str(tmp_path)]) == 0
     page = (REPOSITORY / "docs" / "small-table.md").read_text(encoding="utf-8")
@@ -92,5 +98,12 @@ def test_what_the_readme_says_of_the_table_is_measured(lines: dict[tuple[str, st
     assert f"is {bare(bounded - closed, 3)} below the next bounded model with as much text" in text
     assert f"and {bare(lrt.value - closed, 4)} and {bare(full.value - closed, 4)} below LRT and the Transformer" in text
     assert lrt.spread is not None and f"LRT's seeds are {bare(lrt.spread, 4)} apart by standard deviation" in text
+    worst, best = max(seeds_of("maglev-closed")), min(seeds_of("lrt-slsl"))
+    assert f"{best:.4f}" == f"{worst:.4f}" and f"its best one ({best:.4f}) is as good as the worst of" in text
     chance = 100 * sum(task.chance for task in TASKS) / len(TASKS)
-    assert f"near chance at this size, which would be {chance:.1f}" in text
+    (error,) = {
+        bare(cell.error, 1)
+        for line in lines.values()
+        if (cell := line.cells.get(AVERAGE.key)) is not None and cell.error is not None
+    }
+    assert f"near chance at this size, which would be {chance:.1f}, with a standard error of {error}." in text
