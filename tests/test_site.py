@@ -12,7 +12,7 @@ import pytest
 
 from maglev.evaluate.table_facts import collect, save_facts
 from tests.documents import REPOSITORY, options_exist, target_exists
-from tests.evaluate.test_table import make_run
+from tests.evaluate.table_runs import make_run
 from tests.scripts import load_script
 
 pytest.importorskip("mkdocs", reason="needs mkdocs (the extra docs)")

@@ -34,7 +34,7 @@ def table(
     """
     from maglev import files
     from maglev.evaluate import table_formats
-    from maglev.evaluate.table import SOURCES, make_table
+    from maglev.evaluate.table import OURS, SOURCES, make_table
     from maglev.evaluate.table_facts import collect, save_facts
     from maglev.evaluate.table_figures import draw_figures
 
@@ -44,6 +44,8 @@ def table(
             raise RequestError(f"--memory is {memory!r}; its words must be among {', '.join(SOURCES)}")
     facts = collect(runs)
     found = make_table(facts, sources, paper)
+    if not any(line.origin == OURS for line in found.lines) and not any(run["recall"] for run in facts):
+        raise RequestError(f"no run has {' or '.join(sources)} numbers; choose --memory among {', '.join(SOURCES)}")
     texts = {
         "table.txt": table_formats.as_text(found),
         "table.md": table_formats.as_markdown(found),

@@ -238,10 +238,10 @@ def curves(rows: Sequence[Row], among: Sequence[Row] = ()) -> list[Curve]:
     drawn = []
     for name, group in groups(rows, ("seed", "distance"), among, named_by_task=False):
         first = group[0]
-        values: dict[str, list[float]] = {}
+        values: dict[float, list[float]] = {}
         for row in group:
-            values.setdefault(row["distance"], []).append(row["accuracy"])
-        points = sorted((middle(label), sum(own) / len(own)) for label, own in values.items())
+            values.setdefault(middle(row), []).append(row["accuracy"])
+        points = sorted((place, sum(own) / len(own)) for place, own in values.items())
         drawn.append((name, first["recipe"], first["memory"], points))
     return drawn
 
@@ -256,7 +256,8 @@ def shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def middle(label: str) -> float:
-    """Of a bucket, on the logarithmic axis."""
-    first, last = map(int, label.split("-"))
-    return math.sqrt(first * last) if first else last / 2
+def middle(row: Row) -> float:
+    """Of a row's distances, on the logarithmic axis; the last of them end where the context does."""
+    first, last = map(int, row["distance"].split("-"))
+    end = min(last, (row["context"] - 1) / (row["depth"] * (row["window"] - 1)))
+    return math.sqrt(first * end) if first else end / 2

@@ -6,13 +6,12 @@ A line of ours is the mean over the runs that differ in their seed alone, with t
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from maglev.evaluate.paper_tasks import TASKS
-from maglev.evaluate.table_facts import Facts
-from maglev.values import canonical_json
+from maglev.evaluate.table_facts import Facts, has_lines, row_of
 
 BASELINE = "swa-ssss"
 OURS, PAPER = "ours", "paper"
@@ -84,6 +83,8 @@ class Cell:
 
     value: float
     spread: float | None = None
+    # of the mean over a task's items, which are the same for all seeds: more seeds do not make it smaller
+    error: float | None = None
     # to SWA's of the same origin
     difference: float | None = None
     best: bool = False
@@ -113,15 +114,15 @@ class PaperTable:
 
 def make_table(facts: Sequence[Facts], sources: Sequence[str] = SOURCES, paper: bool = True) -> PaperTable:
     """Recipes in the paper's order, then others; of each our lines by memory source, then the paper's if wished."""
-    names = dict.fromkeys(result["data"] for run in facts for result in run["bpb"])
-    texts = [bpb_column(name) for name in names]
-    columns = (FINEWEB, *(column for column in texts if column != FINEWEB), PERPLEXITY, *ACCURACIES, AVERAGE)
+    texts = bpb_columns(facts)
+    others = (column for column in texts.values() if column != FINEWEB)
+    columns = (FINEWEB, *others, PERPLEXITY, *ACCURACIES, AVERAGE)
     found: list[Line] = []
     groups = labelled_groups(facts)
     for index, (label, group) in enumerate(groups):
         recipe = group[0]["recipe"]
         for source in sources:
-            lines = [our_line(group, label, source, passes) for passes in passes_of(group, source)]
+            lines = [our_line(group, label, source, passes, texts) for passes in passes_of(group, source)]
             found += [line for line in lines if line.cells]
         is_last = index + 1 == len(groups) or groups[index + 1][1][0]["recipe"] != recipe
         if paper and is_last and recipe in PUBLISHED:
@@ -130,15 +131,21 @@ def make_table(facts: Sequence[Facts], sources: Sequence[str] = SOURCES, paper: 
     return PaperTable(tuple(c for c in columns if c.key in used), compared(found, columns))
 
 
-def bpb_column(name: str) -> Column:
-    """The paper's column is FineWeb-Edu's; any other text has a column of its own."""
-    return FINEWEB if "fineweb" in name.lower() else Column(f"bpb {name}", name, "BPB", 4, False)
+def bpb_columns(facts: Sequence[Facts]) -> dict[str, Column]:
+    """By text. The paper's is FineWeb-Edu's, where one text alone bears that name; any other has one of its own."""
+    names = dict.fromkeys(result["data"] for run in facts for result in run["bpb"])
+    named = [name for name in names if is_fineweb(name)]
+    return {name: FINEWEB if named == [name] else Column(f"bpb {name}", name, "BPB", 4, False) for name in names}
+
+
+def is_fineweb(name: str) -> bool:
+    return "fineweb" in name.lower()
 
 
 def labelled_groups(facts: Sequence[Facts]) -> list[tuple[str, list[Facts]]]:
     """(name, runs) of every row of the table: recipes in the paper's order, then others. Runs that have neither bits
     per byte nor tasks, such as those of recall alone, are none."""
-    groups = group_runs([run for run in facts if run["bpb"] or run["tasks"]])
+    groups = group_runs([run for run in facts if has_lines(run)])
     order = {recipe: index for index, recipe in enumerate(LABELS)}
     for group in groups:
         order.setdefault(group[0]["recipe"], len(order))
@@ -158,10 +165,13 @@ def passes_of(group: Sequence[Facts], source: str) -> list[int | None]:
 
 
 def group_runs(facts: Sequence[Facts]) -> list[list[Facts]]:
-    """Runs that differ in nothing but their seed, in order of appearance; a seed that comes again is the same run."""
+    """Runs that differ in nothing but their seed, in order of appearance."""
     groups: dict[str, dict[int, Facts]] = {}
     for run in facts:
-        groups.setdefault(canonical_json([run["recipe"], run["settings"]]), {})[run["seed"]] = run
+        group = groups.setdefault(row_of(run), {})
+        # `collect` refuses two runs of a seed: one would stand for both
+        assert run["seed"] not in group, run["run"]
+        group[run["seed"]] = run
     return [list(group.values()) for group in groups.values()]
 
 
@@ -173,16 +183,20 @@ def distinction(group: Sequence[Facts], others: Sequence[Sequence[Facts]]) -> st
     return "".join(f", {key.split('.', 1)[1]} {own[key]}" for key in telling)
 
 
-def our_line(group: Sequence[Facts], label: str, source: str, passes: int | None) -> Line:
+def our_line(group: Sequence[Facts], label: str, source: str, passes: int | None, texts: Mapping[str, Column]) -> Line:
     values: dict[str, dict[int, float]] = {}
+    errors: dict[str, list[float]] = {}
     for run in sorted(group, key=lambda run: run["seed"]):
-        for key, value in numbers_of(run, source, passes).items():
+        for key, value in numbers_of(run, source, passes, texts).items():
             values.setdefault(key, {})[run["seed"]] = value
+        for key, value in errors_of(run, source, passes).items():
+            errors.setdefault(key, []).append(value)
     cells = {}
     for key, by_seed in values.items():
         own = list(by_seed.values())
         spread = statistics.stdev(own) if len(own) > 1 else None
-        cells[key] = Cell(statistics.fmean(own), spread, seeds=tuple(by_seed))
+        error = statistics.fmean(errors[key]) if key in errors else None
+        cells[key] = Cell(statistics.fmean(own), spread, error, seeds=tuple(by_seed))
     seeds = tuple(sorted({seed for by_seed in values.values() for seed in by_seed}))
     costs = {
         key: statistics.fmean(known)
@@ -197,21 +211,37 @@ def was_alone(run: Facts) -> bool:
     return run.get("rows_at_a_time", 1) == 1
 
 
-def numbers_of(run: Facts, source: str, passes: int | None) -> dict[str, float]:
+def numbers_of(run: Facts, source: str, passes: int | None, texts: Mapping[str, Column]) -> dict[str, float]:
     """By column, in its unit; plain weights alone, and the whole validation split."""
     found: dict[str, float | None] = {}
     for result in run["bpb"]:
         if (result["memory"], result["passes"], result["weights"]) == (source, passes, "plain"):
-            found[bpb_column(result["data"]).key] = result[f"bpb_{source}"]
-    for result in run["tasks"]:
-        if (result["memory"], result["passes"], result["weights"]) != (source, passes, "plain"):
-            continue
+            found[texts[result["data"]].key] = result[f"bpb_{source}"]
+    for result in task_results(run, source, passes):
         own: dict[str, Any] = result["tasks"]
         found[PERPLEXITY.key] = own["lambada_openai"][f"perplexity_{source}"]
         for task, column in zip(TASKS, ACCURACIES, strict=True):
             found[column.key] = column.scale * own[task.name][f"{task.metric}_{source}"]
         found[AVERAGE.key] = AVERAGE.scale * result[f"average_{source}"]
     return {key: value for key, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def errors_of(run: Facts, source: str, passes: int | None) -> dict[str, float]:
+    """Standard errors, as far as the results have them; of the average where all eight do, whose items differ."""
+    found: dict[str, float | None] = {}
+    for result in task_results(run, source, passes):
+        own: dict[str, Any] = result["tasks"]
+        found[PERPLEXITY.key] = own["lambada_openai"].get(f"perplexity_{source}_stderr")
+        told = [own[task.name].get(f"{task.metric}_{source}_stderr") for task in TASKS]
+        found |= {c.key: None if error is None else c.scale * error for c, error in zip(ACCURACIES, told, strict=True)}
+        known = [error for error in told if error is not None]
+        found[AVERAGE.key] = AVERAGE.scale * math.hypot(*known) / len(TASKS) if len(known) == len(TASKS) else None
+    return {key: value for key, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def task_results(run: Facts, source: str, passes: int | None) -> list[dict[str, Any]]:
+    kind = (source, passes, "plain")
+    return [result for result in run["tasks"] if (result["memory"], result["passes"], result["weights"]) == kind]
 
 
 def compared(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ...]:
@@ -223,9 +253,8 @@ def compared(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ..
     }
     published = [published_line(recipe) for recipe in PUBLISHED]
     ours = [line for line in lines if line.origin == OURS and line.memory == "recurrent"]
-    tokens = {line.model: line.costs.get("tokens") for line in lines}
-    usual = tokens[(base[OURS] or ours[0]).model] if ours else None
-    rivals = {OURS: [line for line in ours if tokens[line.model] in (usual, None)], PAPER: published}
+    usual = (base[OURS] or ours[0]).costs.get("tokens") if ours else None
+    rivals = {OURS: [line for line in ours if line.costs.get("tokens") in (usual, None)], PAPER: published}
     found = []
     for line in lines:
         cells = {}

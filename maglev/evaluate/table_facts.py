@@ -12,6 +12,7 @@ from maglev.evaluate.results import load_results
 from maglev.model.accounting import BYTES, describe, objective_flops, state_nbytes, training_steps
 from maglev.runs import read_config, read_metrics
 from maglev.settings import setting_values
+from maglev.values import canonical_json
 
 FORMAT = "maglev-table-1"
 # of a run's training, enough to draw
@@ -26,11 +27,40 @@ Facts = dict[str, Any]
 
 
 def collect(places: Sequence[Path]) -> list[Facts]:
-    """The facts of run folders, of files that `save_facts` wrote, and of files of recall, in the order given."""
+    """The facts of run folders, of files that `save_facts` wrote, and of files of recall, in the order given. What is
+    named twice comes once."""
     found: list[Facts] = []
+    seen: dict[str, tuple[str, Facts]] = {}
     for place in places:
-        found += load_file(place) if place.is_file() else [facts_of(place)]
+        own = load_file(place) if place.is_file() else [facts_of(place)]
+        if not own:
+            raise RequestError(f"{place} holds no runs; name a file with some, or run folders")
+        for run in own:
+            name = f"{run['run']} in {place}" if place.is_file() else str(place)
+            if not has_lines(run) or is_new(run, name, seen):
+                found.append(run)
     return found
+
+
+def is_new(run: Facts, name: str, seen: dict[str, tuple[str, Facts]]) -> bool:
+    """Among those seen, to which it then belongs; another run of the same seed would take its place in the line."""
+    first, known = seen.setdefault(canonical_json([row_of(run), run["seed"]]), (name, run))
+    if known != run:
+        raise RequestError(
+            f"{first} and {name} have the same recipe, settings and seed {run['seed']}, so one line cannot tell them "
+            f"apart; leave one of them out, or make a table of each"
+        )
+    return known is run
+
+
+def has_lines(run: Facts) -> bool:
+    """Runs of recall alone are drawn and have no line."""
+    return bool(run["bpb"] or run["tasks"])
+
+
+def row_of(run: Facts) -> str:
+    """What the runs of one line have in common."""
+    return canonical_json([run["recipe"], run["settings"]])
 
 
 def load_file(path: Path) -> list[Facts]:

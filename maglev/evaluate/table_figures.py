@@ -14,11 +14,19 @@ from maglev.evaluate.table_facts import Facts
 from maglev.plots import WIDE, save_plot
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MARKERS = "osD^v"
+# one per row, so that rows that lie on each other are told apart
+MARKERS = "osD^vPX<>ph*"
 # with room for a legend beside the axes
-BROAD = (WIDE[0] + 2, WIDE[1])
+BROAD = (WIDE[0] + 2, WIDE[1] + 0.8)
+# how much of an axis lies between models of equal cost
+BESIDE = 1 / 40
+# curves that lie on each other: bands and lines, in usual widths, and the positions from one sign to the next
+BAND, FINE, PALE, APART = 2.2, 0.7, 0.55, 7
+# the part of training that an axis of losses need not hold
+UNSETTLED = 0.15
 
 
 def draw_figures(folder: Path, facts: Sequence[Facts], table: PaperTable, ending: str = ".svg") -> list[Path]:
@@ -45,37 +53,69 @@ Drawing = tuple[str, tuple[float, float], Callable[["Figure"], None]]
 def figures(facts: Sequence[Facts], table: PaperTable) -> Iterator[Drawing]:
     with_target = [run for run in facts if "lifted" in run["training"]["memory"]]
     if with_target:
-        yield "consistency", WIDE, partial(draw_training, runs=with_target)
+        yield "consistency", WIDE, partial(draw_training, runs=with_target, facts=facts)
     for text in dict.fromkeys(result["data"] for run in facts for result in run["bpb"]):
-        yield f"position-{text}", BROAD, partial(draw_positions, facts=facts, text=text)
+        yield f"position-{text}", (BROAD[0], BROAD[1] + 1), partial(draw_positions, facts=facts, text=text)
     for column in table.columns:
         if column.unit == "BPB" and any(line.origin == OURS and column.key in line.cells for line in table.lines):
             name = "fineweb" if column is FINEWEB else column.title
             yield f"cost-{name}", BROAD, partial(draw_cost, table=table, column=column)
 
 
-def draw_training(figure: "Figure", runs: Sequence[Facts]) -> None:
-    """The paper's figure: the distance of memory and target while the next-token loss falls. One run per row."""
+def draw_training(figure: "Figure", runs: Sequence[Facts], facts: Sequence[Facts] = ()) -> None:
+    """The paper's figure: the distance of memory and target while the next-token loss falls. One run per row. Losses
+    are drawn less SWA's if it is among the facts: by themselves they would be one line."""
     shown = [(label, group[0]) for label, group in labelled_groups(runs)] or [(run["recipe"], run) for run in runs]
     palette = colours([run["recipe"] for _, run in shown])
     axes = figure.subplots(1, 2)
-    for key, place, words in (
-        ("consistency_loss", axes[0], "consistency loss"),
-        ("next_token_loss", axes[1], "next-token loss, lifted (nats)"),
-    ):
-        for label, run in shown:
-            pairs = zip(run["training"]["step"], run["training"][key], strict=True)
-            known = [(step, value) for step, value in pairs if value is not None]
-            if not known:
-                continue
-            x, y = zip(*known, strict=True)
-            colour = palette[run["recipe"]]
-            place.plot(x, y, color=colour, alpha=0.3, linewidth=0.7)
-            place.plot(x, running_average(y), color=colour, linewidth=LINE, label=label)
-        place.set_xlabel("step")
-        place.set_ylabel(words)
+    bases = [swa_losses(run, facts) for _, run in shown]
+    compares = all(base is not None for base in bases)
+    for (label, run), base in zip(shown, bases, strict=True):
+        losses = run["training"]["next_token_loss"]
+        gains = [minus(own, other) for own, other in zip(losses, base or (), strict=True)] if compares else losses
+        draw_smoothed(axes[0], run, run["training"]["consistency_loss"], palette[run["recipe"]], label)
+        draw_smoothed(axes[1], run, gains, palette[run["recipe"]], label)
+    axes[0].set_ylabel("consistency loss")
     axes[0].set_ylim(bottom=0)
     axes[0].legend()
+    axes[1].set_ylabel("next-token loss, lifted" + (", less SWA's (nats)" if compares else " (nats)"))
+    if compares:
+        axes[1].axhline(0, color="#888888", linewidth=0.8)
+    settled = [value for line in axes[1].lines for value in settled_part(line.get_ydata())]
+    if settled and max(settled) > min(settled):
+        margin = 0.08 * (max(settled) - min(settled))
+        axes[1].set_ylim(min(settled) - margin, max(settled) + margin)
+    for place in axes:
+        place.set_xlabel("step")
+
+
+def draw_smoothed(axes: "Axes", run: Facts, values: Sequence[float | None], colour: str, label: str) -> None:
+    known = [(step, value) for step, value in zip(run["training"]["step"], values, strict=True) if value is not None]
+    if known:
+        x, y = zip(*known, strict=True)
+        axes.plot(x, y, color=colour, alpha=0.3, linewidth=0.7)
+        axes.plot(x, running_average(y), color=colour, linewidth=LINE, label=label)
+
+
+def swa_losses(run: Facts, facts: Sequence[Facts]) -> list[float | None] | None:
+    """At the steps of a run, after the same text: rows of a seed read it in the same order."""
+    return next(
+        (
+            other["training"]["next_token_loss"]
+            for other in facts
+            if (other["recipe"], other["seed"], other.get("tokens")) == (BASELINE, run["seed"], run.get("tokens"))
+            and other["training"]["step"] == run["training"]["step"]
+        ),
+        None,
+    )
+
+
+def minus(own: float | None, other: float | None) -> float | None:
+    return None if own is None or other is None else own - other
+
+
+def settled_part(values: Sequence[float]) -> list[float]:
+    return [value for value in values[int(len(values) * UNSETTLED) :] if math.isfinite(value)]
 
 
 def draw_positions(figure: "Figure", facts: Sequence[Facts], text: str) -> None:
@@ -90,11 +130,9 @@ def draw_positions(figure: "Figure", facts: Sequence[Facts], text: str) -> None:
     }
     base = next((curve for (_, source), (recipe, curve) in found.items() if recipe == BASELINE), None)
     axes = figure.subplots(1, 2 if base and len(found) > 1 else 1, squeeze=False)[0]
-    firsts: dict[str, str] = {}
+    looks = row_styles([label for label, _ in groups])
     for (label, source), (recipe, (x, y)) in found.items():
-        # another row of the same recipe has its colour and is thinner
-        width = LINE if firsts.setdefault(recipe, label) == label else LINE / 2
-        style: dict[str, Any] = {"color": palette[recipe], "linewidth": width, "linestyle": LINE_STYLES[source]}
+        style: dict[str, Any] = {"color": palette[recipe], "linestyle": LINE_STYLES[source]} | looks[label]
         if source == "recurrent":
             axes[0].plot(x, y, label=label, **style)
         if len(axes) > 1 and base is not None and x == base[0]:
@@ -105,6 +143,23 @@ def draw_positions(figure: "Figure", facts: Sequence[Facts], text: str) -> None:
     for place in axes:
         place.set_xlabel("position in the text (tokens)")
     figure.legend(loc="outside right upper")
+
+
+def row_styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Rows lie on each other: every other one is a pale band beneath the fine lines, and each has its sign at positions
+    of its own. Rows of one recipe have one colour, and this tells them apart as well."""
+    signs = signs_of(labels)
+    return {
+        label: {
+            "linewidth": LINE * (FINE if index % 2 else BAND),
+            "alpha": 1 if index % 2 else PALE,
+            "zorder": 2 + index % 2,
+            "marker": signs[label],
+            "markersize": 6,
+            "markevery": (index % APART, APART),
+        }
+        for index, label in enumerate(labels)
+    }
 
 
 def mean_curve(group: Sequence[Facts], text: str, source: str) -> tuple[list[float], list[float]] | None:
@@ -134,27 +189,37 @@ def draw_cost(figure: "Figure", table: PaperTable, column: Column) -> None:
     """Recurrent bits per byte against what training took and against what a reader keeps."""
     left, right = figure.subplots(1, 2, sharey=True)
     palette = colours([line.recipe for line in table.lines])
-    drawn: list[str] = []
-    for line in table.lines:
-        cell = line.cells.get(column.key)
-        if cell is None or line.memory != "recurrent" or not line.costs:
-            continue
-        # rows of one recipe have its colour, and each a sign of its own
-        sign = MARKERS[drawn.count(line.recipe) % len(MARKERS)]
-        drawn.append(line.recipe)
-        for axes, x in ((left, line.costs["training_flops"]), (right, line.costs["state_bytes"])):
+    shown = [line for line in table.lines if column.key in line.cells and line.memory == "recurrent" and line.costs]
+    signs = signs_of([line.model for line in shown])
+    for axes, cost in ((left, "training_flops"), (right, "state_bytes")):
+        for line, x in zip(shown, side_by_side([line.costs[cost] for line in shown]), strict=True):
+            cell = line.cells[column.key]
             axes.errorbar(
                 [x],
                 [cell.value],
                 yerr=None if cell.spread is None else [cell.spread],
-                fmt=sign,
+                fmt=signs[line.model],
                 capsize=3,
                 color=palette[line.recipe],
                 label=line.model if axes is left else None,
             )
-    left.set_xlabel("FLOPs of training")
-    right.set_xlabel("bytes of state, bfloat16")
+    left.set_xlabel("FLOPs of training (equal ones side by side)")
+    right.set_xlabel("bytes of state, bfloat16 (equal ones side by side)")
     left.set_ylabel(f"{column.title} bits per byte, recurrent")
     for axes in (left, right):
         axes.set_xscale("log")
     figure.legend(loc="outside right upper")
+
+
+def signs_of(labels: Sequence[str]) -> dict[str, str]:
+    return {label: MARKERS[index % len(MARKERS)] for index, label in enumerate(labels)}
+
+
+def side_by_side(costs: Sequence[float]) -> list[float]:
+    """Where to draw them on a logarithmic axis: equal ones would hide each other."""
+    step = max(1.01, (max(costs) / min(costs)) ** BESIDE)
+    places = []
+    for index, cost in enumerate(costs):
+        before = costs[:index].count(cost)
+        places.append(cost * step ** (before - (costs.count(cost) - 1) / 2))
+    return places

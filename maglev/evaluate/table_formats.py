@@ -5,7 +5,19 @@ import io
 from collections.abc import Callable, Sequence
 
 from maglev.evaluate.paper_tasks import TASKS
-from maglev.evaluate.table import ACCURACIES, COSTS, OURS, PAPER, Cell, Column, Line, PaperTable
+from maglev.evaluate.table import (
+    ACCURACIES,
+    AVERAGE,
+    COSTS,
+    FINEWEB,
+    OURS,
+    PAPER,
+    Cell,
+    Column,
+    Line,
+    PaperTable,
+    is_fineweb,
+)
 
 HEADINGS = ("model", "numbers", "memory", "seeds")
 NOTE = (
@@ -20,7 +32,15 @@ DIFFERENCES, COST = "Difference to SWA", "What a run of ours took"
 
 def note(table: PaperTable) -> str:
     theirs = PAPERS_NOTE if any(line.origin == PAPER for line in table.lines) else ""
-    return NOTE + fewer_seeds(table) + chances(table) + theirs
+    return NOTE + fewer_seeds(table) + chances(table) + errors(table) + theirs + several_finewebs(table)
+
+
+def several_finewebs(table: PaperTable) -> str:
+    """Why none of ours stands in the paper's column then."""
+    names = [column.title for column in table.columns if column != FINEWEB and is_fineweb(column.title)]
+    if FINEWEB not in table.columns or not names:
+        return ""
+    return f" {FINEWEB.title} is the paper's alone, since more than one text of ours has its name: {', '.join(names)}."
 
 
 def is_of_fewer(cell: Cell, line: Line) -> bool:
@@ -42,6 +62,30 @@ def chances(table: PaperTable) -> str:
     known = [by_task[column.key] for column in table.columns if column.key in by_task]
     shown = ", ".join(f"{column.title} {column.scale * chance:.{column.digits}f}" for column, chance in known)
     return f" By chance: {shown}." if known else ""
+
+
+def errors(table: PaperTable) -> str:
+    """How far chance among a task's items may put accuracies, so that nobody takes such differences for real."""
+    found = errors_in(table, ACCURACIES)
+    if not found:
+        return ""
+    of_average = errors_in(table, (AVERAGE,))
+    beside = f", of their average {of_average}" if of_average else ""
+    return (
+        f" Standard errors of our accuracies, by their items: {found}{beside}; differences of that size may be chance."
+    )
+
+
+def errors_in(table: PaperTable, columns: Sequence[Column]) -> str:
+    """The range that is shown; empty where none was told."""
+    known = [
+        cell.error
+        for line in table.lines
+        for column in columns
+        if (cell := line.cells.get(column.key)) is not None and cell.error is not None
+    ]
+    ends = dict.fromkeys(f"{end(known):.{columns[0].digits}f}" for end in (min, max) if known)
+    return " to ".join(ends)
 
 
 def number(cell: Cell | None, column: Column) -> str:
@@ -146,7 +190,7 @@ def as_csv(table: PaperTable) -> str:
     """One row per number, for whoever computes on."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*HEADINGS, "column", "value", "spread", "difference_to_swa", "best"])
+    writer.writerow([*HEADINGS, "column", "value", "spread", "standard_error", "difference_to_swa", "best"])
     costed = set()
     for line in table.lines:
         model, origin, memory, _ = lead(line)
@@ -154,14 +198,14 @@ def as_csv(table: PaperTable) -> str:
             cell = line.cells.get(column.key)
             if cell is not None:
                 name = f"{column.title} {column.unit}"
-                numbers = [cell.value, cell.spread, cell.difference]
+                numbers = [cell.value, cell.spread, cell.error, cell.difference]
                 shown = ["" if value is None else repr(value) for value in numbers]
                 seeds = " ".join(map(str, cell.seeds))
                 writer.writerow([model, origin, memory, seeds, name, *shown, int(cell.best)])
         for key, value in line.costs.items():
             if (model, key) not in costed:
                 seeds = " ".join(map(str, line.seeds))
-                writer.writerow([model, origin, "", seeds, COSTS[key], repr(value), "", "", 0])
+                writer.writerow([model, origin, "", seeds, COSTS[key], repr(value), "", "", "", 0])
                 costed.add((model, key))
     return out.getvalue()
 

@@ -6,64 +6,21 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from maglev.__main__ import main
 from maglev.evaluate import table_formats
-from maglev.evaluate.paper_tasks import TASKS
-from maglev.evaluate.recall_results import draw_recall
 from maglev.evaluate.results import save_result
 from maglev.evaluate.table import ACCURACIES, AVERAGE, FINEWEB, LABELS, OURS, PERPLEXITY, PUBLISHED, make_table
 from maglev.evaluate.table_facts import collect, save_facts
-from maglev.evaluate.table_figures import draw_figures, draw_positions
-from maglev.recipes import run_config
-from maglev.runs import CONFIG
+from tests.evaluate.table_runs import five_runs, make_run, recall_rows
 from tests.small_runs import Train, one_line
-
-
-def make_run(folder: Path, recipe: str, seed: int = 0, steps: int = 50, **numbers: float) -> Path:
-    """A run folder that was measured; `numbers` are bits per byte by source and an accuracy for all tasks."""
-    run = folder / f"{recipe}-{seed}-{steps}"
-    run.mkdir(parents=True)
-    settings = {"train.seed": seed, "train.steps": steps, "model.context": 64}
-    (run / CONFIG).write_text(json.dumps(run_config(recipe, 2, settings).to_dict()))
-    facts: dict[str, Any] = {"recipe": recipe, "weights": "plain", "passes": None}
-    for source in ("recurrent", "lifted", "refined"):
-        if source in numbers:
-            parts = [{"first": 0, "last": 3, f"bpb_{source}": numbers[source], "bytes": 9}]
-            value = facts | {
-                "memory": source,
-                "passes": 3 if source == "refined" else None,
-                "data": "fineweb",
-                f"bpb_{source}": numbers[source],
-                "by_position": parts,
-            }
-            save_result(run, f"bpb-fineweb-{source}", value)
-    if "accuracy" in numbers:
-        own = {task.name: {f"{task.metric}_recurrent": numbers["accuracy"]} for task in TASKS}
-        own["lambada_openai"]["perplexity_recurrent"] = 20.0
-        value = facts | {"memory": "recurrent", "tasks": own, "average_recurrent": numbers["accuracy"]}
-        save_result(run, "tasks-paper-recurrent", value)
-    rows = [
-        {"kind": "train", "step": step, "memory": "lifted" if "maglev" in recipe else "none"}
-        | {"next_token_loss": 5 / step, "consistency_loss": 1 / step}
-        for step in range(1, 20)
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return run
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    return [
-        make_run(tmp_path, "maglev-shared-0.1", 0, recurrent=1.28, lifted=1.25, accuracy=0.42),
-        make_run(tmp_path, "swa-ssss", 0, recurrent=1.30, accuracy=0.40),
-        make_run(tmp_path, "swa-ssss", 1, recurrent=1.32, accuracy=0.44),
-        make_run(tmp_path, "swa-ssss", 0, 100, recurrent=1.29),
-        make_run(tmp_path, "maglev-shared-0.1", 1, recurrent=1.26, lifted=1.24, accuracy=0.46),
-    ]
+    return five_runs(tmp_path)
 
 
 def test_the_papers_numbers_are_those_of_its_table(shared_folder: Path) -> None:
@@ -132,6 +89,43 @@ def test_numbers_of_fewer_seeds_are_marked(tmp_path: Path) -> None:
     assert "†" not in table_formats.as_text(make_table(collect([runs[0], runs[2]]), paper=False))
 
 
+def test_standard_errors_are_told_below_and_stand_in_the_csv(tmp_path: Path) -> None:
+    """More seeds answer the same items, so that their mean is no surer; results may lack them."""
+    runs = [
+        make_run(tmp_path, "swa-ssss", 0, accuracy=0.40, error=0.010),
+        make_run(tmp_path, "swa-ssss", 1, accuracy=0.42, error=0.014),
+        make_run(tmp_path, "lrt-ssss", accuracy=0.41, error=0.004),
+        make_run(tmp_path, "maglev-closed", accuracy=0.43),
+    ]
+    table = make_table(collect(runs))
+    rows = {
+        (row["model"], row["column"]): row["standard_error"]
+        for row in csv.DictReader(io.StringIO(table_formats.as_csv(table)))
+        if row["numbers"] == "ours"
+    }
+    assert float(rows["SWA (SSSS)", "PIQA Acc"]) == pytest.approx(1.2)
+    assert float(rows["LRT (SSSS)", "Hella Acc_n"]) == pytest.approx(0.4)
+    # eight of them, independent
+    assert float(rows["LRT (SSSS)", "Avg Acc"]) == pytest.approx(0.4 / 8**0.5)
+    assert float(rows["LRT (SSSS)", "LMD PPL"]) == 3 and rows["Maglev (closed)", "Avg Acc"] == ""
+    assert rows["LRT (SSSS)", "tokens"] == ""
+    told = "Standard errors of our accuracies, by their items: 0.4 to 1.2, of their average 0.1 to 0.4;"
+    for form in (table_formats.as_text, table_formats.as_markdown, table_formats.as_latex):
+        assert form(table).count(told) == 1
+    assert "Standard errors" not in table_formats.as_text(make_table(collect(runs[3:])))
+
+
+def test_a_task_without_a_standard_error_leaves_the_average_without_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "swa-ssss", accuracy=0.40, error=0.01)
+    path = run / "eval" / "tasks-paper-recurrent.json"
+    value = json.loads(path.read_text())
+    del value["tasks"]["piqa"]["acc_recurrent_stderr"]
+    path.write_text(json.dumps(value))
+    (line,) = make_table(collect([run]), paper=False).lines
+    assert (line.cells["piqa"].error, line.cells["average"].error) == (None, None)
+    assert line.cells["boolq"].error == pytest.approx(1)
+
+
 def test_more_tokens_are_no_contest_and_speed_is_told_of_runs_that_were_alone(runs: list[Path]) -> None:
     facts = collect([*runs, make_run(runs[0].parent / "more", "swa-ssss", 1, 100, recurrent=1.0)])
     lines = {line.model: line for line in make_table(facts, paper=False).lines if line.memory == "recurrent"}
@@ -143,6 +137,15 @@ def test_more_tokens_are_no_contest_and_speed_is_told_of_runs_that_were_alone(ru
         assert all(("tokens_per_second" in own) == (at_a_time == 1) for own in costs)
 
 
+@pytest.mark.parametrize("paper", [True, False])
+def test_the_papers_lines_do_not_decide_which_of_ours_compete(tmp_path: Path, paper: bool) -> None:
+    """The paper has an SWA of the same name, without tokens, and no closed Maglev."""
+    runs = [make_run(tmp_path, "swa-ssss", recurrent=1.30), make_run(tmp_path, "maglev-closed", recurrent=1.25)]
+    table = make_table(collect(runs), paper=paper)
+    ours = {line.recipe: line.cells["fw"].best for line in table.lines if line.origin == OURS}
+    assert ours == {"swa-ssss": False, "maglev-closed": True}
+
+
 def test_another_text_has_a_column_that_the_paper_does_not_fill(tmp_path: Path) -> None:
     run = make_run(tmp_path, "swa-ssss", recurrent=1.3)
     value = json.loads((run / "eval" / "bpb-fineweb-recurrent.json").read_text()) | {"data": "books"}
@@ -150,6 +153,35 @@ def test_another_text_has_a_column_that_the_paper_does_not_fill(tmp_path: Path) 
     table = make_table(collect([run]))
     assert [column.title for column in table.columns][:2] == ["FW", "books"]
     assert ["bpb books" in line.cells for line in table.lines] == [True, False]
+
+
+def test_two_texts_of_the_papers_name_have_a_column_each(tmp_path: Path) -> None:
+    """Neither stands for the other, in whatever order they were measured."""
+    run = make_run(tmp_path, "swa-ssss", recurrent=1.3)
+    value = json.loads((run / "eval" / "bpb-fineweb-recurrent.json").read_text())
+    save_result(run, "bpb-fineweb-2-recurrent", value | {"data": "fineweb-2", "bpb_recurrent": 1.1})
+    table = make_table(collect([run]))
+    ours, theirs = table.lines
+    assert (ours.cells["bpb fineweb"].value, ours.cells["bpb fineweb-2"].value) == (1.3, 1.1)
+    assert "fw" not in ours.cells and "fw" in theirs.cells
+    assert "FW is the paper's alone" in table_formats.as_text(table)
+    alone = make_table(collect([run]), paper=False)
+    assert FINEWEB not in alone.columns and "the paper's alone" not in table_formats.as_text(alone)
+
+
+def test_a_run_named_twice_comes_once_and_two_of_one_seed_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = make_run(tmp_path / "a", "swa-ssss", recurrent=1.3)
+    other = make_run(tmp_path / "b", "swa-ssss", recurrent=1.2)
+    kept = tmp_path / "kept.json"
+    save_facts(kept, collect([first]))
+    assert collect([first, kept, first]) == collect([first])
+    for places, named in (((first, other), (first, other)), ((kept, other), (f"{first.name} in {kept}", other))):
+        assert main(["table", *map(str, places), "--out", str(tmp_path / "out")]) == 2
+        line = one_line(capsys)
+        assert all(str(name) in line for name in named) and "leave one of them out" in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_formats_say_the_same(runs: list[Path]) -> None:
@@ -205,68 +237,6 @@ def test_refined_numbers_say_their_passes(tmp_path: Path) -> None:
     assert "refined, 3 passes" in table_formats.as_text(table) and "refined, 8 passes" in table_formats.as_csv(table)
 
 
-def recall_rows(recipe: str, seed: int = 0) -> list[dict[str, Any]]:
-    facts = {"recipe": recipe, "variant": "pairs", "pairs": 4, "chance": 0.03, "memory": "recurrent", "passes": None}
-    return [
-        facts | {"distance": label, "accuracy": 0.5, "items": 9, "settings": {}, "seed": seed}
-        for label in ("0-1", "1-2")
-    ]
-
-
-def test_runs_of_recall_alone_are_drawn_and_change_no_line(runs: list[Path], tmp_path: Path) -> None:
-    """Be it a folder, which has other settings than those of text, or the file of many."""
-    Figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib, the extra 'report' of maglev").Figure
-    recalled = make_run(tmp_path / "recall", "maglev-shared-0.1", steps=7)
-    save_result(
-        recalled, "recall-pairs-4-64", {"recipe": "maglev-shared-0.1", "rows": recall_rows("maglev-shared-0.1")}
-    )
-    many = tmp_path / "recall.json"
-    many.write_text(json.dumps({"rows": recall_rows("swa-ssss") + recall_rows("swa-ssss", 1)}))
-    facts = collect([*runs, recalled, many])
-    assert make_table(facts) == make_table(collect(runs))
-    drawn = draw_figures(tmp_path / "figures", facts, make_table(facts), ".png")
-    assert "recall.png" in [path.name for path in drawn]
-    # a legend of many curves stands beside them
-    for recipes, inside in ((["swa-ssss"], True), ([*LABELS][:9], False)):
-        figure = Figure()
-        draw_recall(figure, [row for recipe in recipes for row in recall_rows(recipe)])
-        assert (figure.axes[0].get_legend() is not None, len(figure.legends)) == (inside, not inside)
-    kept = tmp_path / "kept.json"
-    save_facts(kept, facts)
-    assert collect([kept]) == facts
-
-
-def test_every_row_has_a_curve_by_position_and_its_difference_to_swa(runs: list[Path]) -> None:
-    figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib").Figure()
-    draw_positions(figure, collect(runs), "fineweb")
-    values, differences = figure.axes
-    drawn = {line.get_label(): list(line.get_ydata()) for line in values.lines}
-    assert drawn == {
-        "SWA (SSSS), steps 50": [pytest.approx(1.31)],
-        "SWA (SSSS), steps 100": [pytest.approx(1.29)],
-        "Maglev (λ=0.1)": [pytest.approx(1.27)],
-    }
-    # lifted too
-    found = [line.get_ydata()[0] for line in differences.lines]
-    assert found == pytest.approx([0, -0.02, -0.04, 1.245 - 1.31])
-
-
-def test_a_diverged_run_has_a_line_where_it_has_numbers(runs: list[Path], tmp_path: Path) -> None:
-    """Its recurrent numbers are null, by position and in all, and so are its losses."""
-    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra 'report' of maglev")
-    run = make_run(tmp_path, "maglev-separate-1", recurrent=9.0, lifted=1.25)
-    path = run / "eval" / "bpb-fineweb-recurrent.json"
-    path.write_text(path.read_text().replace("9.0", "null"))
-    metrics = [
-        json.loads(line) | {"consistency_loss": None} for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
-    facts = collect([*runs, run])
-    table = make_table(facts, paper=False)
-    assert [line.memory for line in table.lines if line.recipe == "maglev-separate-1"] == ["lifted"]
-    assert len(draw_figures(tmp_path / "figures", facts, table, ".png")) == 3
-
-
 def test_the_verb_writes_tables_and_figures_and_keeps_what_they_are_made_of(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,6 +284,8 @@ def test_bad_requests_end_in_one_line(runs: list[Path], tmp_path: Path, capsys: 
     partial, texts = tmp_path / "partial.json", tmp_path / "texts.json"
     partial.write_text(json.dumps({"format": "maglev-table-1", "runs": [{"run": "x"}]}))
     texts.write_text(json.dumps({"rows": [{"recipe": "swa-ssss", "bpb_recurrent": 1.0}]}))
+    empty = tmp_path / "empty.json"
+    save_facts(empty, [])
     for words, line in {
         (str(bare),): "has no results yet; measure it with 'maglev eval bpb'",
         (str(damaged),): "cannot be read",
@@ -322,6 +294,8 @@ def test_bad_requests_end_in_one_line(runs: list[Path], tmp_path: Path, capsys: 
         (str(texts),): "is no file of table facts",
         (str(tmp_path / "nowhere"),): "is not a run folder",
         (str(runs[0]), "--memory", "own"): "--memory is 'own'",
+        (str(empty),): "empty.json holds no runs; name a file with some",
+        (str(runs[1]), "--memory", "lifted"): "no run has lifted numbers; choose --memory among recurrent,",
     }.items():
         capsys.readouterr()
         assert main(["table", *words, "--out", str(tmp_path / "out")]) == 2
