@@ -11,12 +11,15 @@ are some, by kernels. The teacher is `--teacher FOLDER`, or a small Llama that i
 steps on the same rows. `--keep DIR` keeps runs, and takes up what is there. An option that fails is named in the table
 and does not stop the others. Rows that `--out` already has from the same setting stay there, so that options can be
 measured some at a time. With `--jobs N` each is a process of its own, N of them at a time, and their tokens/s are those
-of models that share a device; rows say how many did. A table comes last, then one line of JSON.
+of models that share a device; rows say how many did. `--timed N` takes training's tokens/s from N steps of every
+option that are run for that alone, where the runs of `--keep` were trained beside other work. A table comes last, then
+one line of JSON.
 """
 
 import argparse
 import contextlib
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -116,11 +119,14 @@ class Bench:
         own |= {"train.log_every": 1} if given.quick else {}
         return own | dict(item.split("=", 1) for item in given.set)
 
-    def run_of(self, name: str, seed: int) -> Path:
-        """The folder of an option that was trained to its end, now or before."""
-        run = self.work / f"{name.replace(' ', '-').replace(',', '+')}-{seed}"
+    def run_of(self, name: str, seed: int, timed: int = 0) -> Path:
+        """The folder of an option that was trained to its end, now or before, or for so many steps that are timed."""
+        run = self.work / f"{name.replace(' ', '-').replace(',', '+')}-{seed}{'-timed' if timed else ''}"
         option = self.options[name]
         settings = self.settings(seed) | option.settings
+        if timed:
+            shutil.rmtree(run, ignore_errors=True)
+            settings |= {"train.steps": timed, "train.log_every": 1, "train.validate_every": 0}
         if option.needs is not None:
             needed, key = option.needs
             folder = self.teacher(seed) if needed == "teacher" else self.run_of(needed, seed)
@@ -171,7 +177,8 @@ class Bench:
         run = self.run_of(name, seed)
         option, told = self.options[name], describe(read_config(run))
         rows = read_metrics(run)
-        rates = [row["tokens_per_second"] for row in rows if row["kind"] == "train"]
+        timed = read_metrics(self.run_of(name, seed, self.arguments.timed)) if self.arguments.timed else rows
+        rates = [row["tokens_per_second"] for row in timed if row["kind"] == "train"]
         (validation,) = [row for row in rows if row["kind"] == "validation"][-1:]
         metric = self.task.validation(self.arguments.context, 1).metric
         row = {"option": name, "question": option.question, "recipe": option.recipe, "seed": seed, "metric": metric}
@@ -231,6 +238,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of all options")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--jobs", type=int, default=1, help="options at a time")
+    parser.add_argument("--timed", type=int, default=0, metavar="STEPS", help="run these once more, for tokens/s")
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="a few tiny steps of each: shows that they run")
     parser.add_argument("--limit", type=float, default=0.0, help="seconds after which no further option is begun")
@@ -321,7 +329,7 @@ def rows_before(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         return []
     told = json.loads(arguments.out.read_bytes())
     theirs, ours = (
-        {key: value for key, value in each.items() if key not in ("options", "seeds", "limit", "jobs", "one")}
+        {key: value for key, value in each.items() if key not in ("options", "seeds", "limit", "jobs", "timed", "one")}
         for each in (told["setting"], json.loads(json.dumps(setting(arguments))))
     )
     if theirs != ours:

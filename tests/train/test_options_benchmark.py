@@ -40,9 +40,10 @@ def test_options_are_trained_and_set_side_by_side(
     assert tokens["state_bytes"] > 1.9 * residual["state_bytes"]
     assert teacher["prefiller"] == 128 * 192
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == rows
-    # what was kept is not trained again
+    # what was kept is not trained again; steps that are timed are runs of their own
     began = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("decoder.safetensors")}
-    again = rows_of(script, capsys, *words)
+    again = rows_of(script, capsys, *words, "--timed", "2")
+    assert len(list((tmp_path / "kept").glob("*-timed"))) == len(rows)
     assert {path: path.stat().st_mtime_ns for path in began} == began
     assert [row["recurrent"] for row in again] == [row["recurrent"] for row in rows]
 
