@@ -85,6 +85,7 @@ def recall(
     from maglev.cli.runs import is_recipe
     from maglev.data.recall import RecallConfig
     from maglev.evaluate.recall_results import read_rows
+    from maglev.plots import check_plot
     from maglev.runs import RECALL
     from maglev.train.distributed import read_place
 
@@ -93,6 +94,8 @@ def recall(
             raise RequestError(f"{name} is {number}; it must be at least 1")
     if results is not None:
         read_rows(results)
+    if plot is not None:
+        check_plot(plot)
     asked: dict[str, Any] = {"variant": variant, "pairs": pairs, "query_share": query_share, "spread": spread}
     asked |= {"keys": keys, "values": values}
     task_changes = {name: value for name, value in asked.items() if value is not None}
@@ -265,7 +268,13 @@ def measure(
 
     config, objective, step = load_objective(run, resolve_device(device, setting="--device"), say)
     rows = recall_rows(task, "validation", context or config.model.context, 0, text)
-    number, reach = DEFAULT_PASSES if passes is None else passes, plain_reach(config.model)
+    if text is None and task.vocab_size > config.model.vocab_size:
+        raise RequestError(
+            f"the task has {task.vocab_size} tokens and {run} knows {config.model.vocab_size}; its {RECALL} is damaged"
+        )
+    # after as many passes as there are positions all of them are exact
+    number = min(DEFAULT_PASSES if passes is None else passes, rows.context)
+    reach = plain_reach(config.model)
     found, gains = [], dict[tuple[str, str], dict[str, Any]]()
     with progress("rows") as meter:
         for source in recall_sources(objective):
@@ -287,6 +296,7 @@ def measure(
         steps=step,
         seconds=seconds,
         settings=changed_settings(config, on_text),
+        trained=trained_otherwise(run, config, task, rows.context),
         text={"data": text.folder.resolve().name, "trained_on": "text" if on_text else "needles"} if text else {},
         gains=gains,
     )
@@ -297,6 +307,17 @@ def measure(
     facts |= {"depth": config.model.depth, "reach": reach, "chance": task.chance}
     facts["loop"] = {key: loop[key] for key in LOOP if key in loop}
     return facts | {f"recall_{result.source}": result.beyond_reach for result in found} | {"rows": table}
+
+
+def trained_otherwise(run: Path, config: "RunConfig", task: "RecallConfig", context: int) -> dict[str, Any]:
+    """In what a run's own task differs from the one that it is asked."""
+    from maglev.evaluate.runs import read_recall
+    from maglev.runs import RECALL
+
+    if not (run / RECALL).exists():
+        return {}
+    own, asked = read_recall(run).to_dict() | {"context": config.model.context}, task.to_dict() | {"context": context}
+    return {key: value for key, value in own.items() if value != asked[key]}
 
 
 def changed_settings(config: "RunConfig", on_text: bool = False) -> dict[str, Any]:
@@ -358,7 +379,7 @@ def render(value: dict[str, Any]) -> None:
     beyond = [value[f"recall_{source}"] for source in sources]
     table.add_row("beyond 1", "", *(f"{number:.3f}" for number in beyond), style="bold")
     out.print(table)
-    if value["loop"]:
+    if value["loop"].get("contraction_step") is not None:
         out.print(
             f"of a disturbance of the memory a step of the recurrence leaves {value['loop']['contraction_step']:.2f}"
         )

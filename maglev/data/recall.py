@@ -23,6 +23,11 @@ MARKER = 0
 LARGEST_VOCABULARY = 1 << 16
 
 
+def distance_unit(depth: int, window: int) -> int:
+    """layers x (W - 1): how far sliding layers reach without memory."""
+    return max(1, depth * (window - 1))
+
+
 @dataclass(frozen=True)
 class RecallConfig:
     """What is asked. Chance is one in `values`; who knows the row's values but not whose they are gets one in `pairs`.

@@ -1,5 +1,6 @@
 """Whether the loop will hold: how much a disturbance of the memory shrinks, and how much memory there is in K/V."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from maglev.evaluate.memories import recurrent
 from maglev.model.attention import Attention
 from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
+from maglev.model.state import DecoderState
 from maglev.ops.inject import gate, rms_norm
 
 # of the memory's own size, which is 1 per channel
@@ -24,8 +26,8 @@ LENGTH, STEPS = 128, 16
 class LoopDiagnostics:
     """`contraction_pass`: what one parallel pass leaves of a disturbance of all memories. `contraction_step`: what one
     step of the recurrence leaves of a disturbance of m, the mean over STEPS steps. Below 1 errors die out, above 1 they
-    grow. `memory_share`: of the length of mixed keys and values, the part that comes from memory, per layer; none where
-    nothing is mixed.
+    grow. `memory_share`: of the length of mixed keys and values, the part that comes from memory, per layer, where
+    there is one to read; none where nothing is mixed. Rows of less than three tokens show nothing.
     """
 
     contraction_pass: float
@@ -39,7 +41,10 @@ class LoopDiagnostics:
 def loop_diagnostics(decoder: Decoder, tokens: Tensor) -> LoopDiagnostics:
     """On the decoder's own memories of tokens (B, T), of which it takes the first LENGTH + STEPS."""
     tokens = tokens[:, : LENGTH + STEPS]
-    steps = min(STEPS, tokens.shape[1] - 1)
+    if tokens.shape[1] < 3:
+        return LoopDiagnostics(math.nan, math.nan, [])
+    # the first position reads no memory, so one pass takes two of them
+    steps = min(STEPS, tokens.shape[1] // 2)
     before = tokens[:, : tokens.shape[1] - steps]
     with in_float32(decoder):
         memory = recurrent(decoder, before)
@@ -52,22 +57,46 @@ def loop_diagnostics(decoder: Decoder, tokens: Tensor) -> LoopDiagnostics:
         left = after_steps(decoder, tokens, steps, noise[:, -1])
     return LoopDiagnostics(
         contraction_pass=float(moved.norm() / noise[:, :-1].norm()),
-        contraction_step=float(left) ** (1 / steps),
+        contraction_step=math.exp(left / steps),
         memory_share=[float(share) for share in shares],
     )
 
 
-def after_steps(decoder: Decoder, tokens: Tensor, steps: int, noise: Tensor) -> Tensor:
-    """||difference|| / ||noise|| after so many steps from two states that differ by noise (B, D) in the memory."""
+def after_steps(decoder: Decoder, tokens: Tensor, steps: int, noise: Tensor) -> float:
+    """log(||difference|| / ||noise||) after so many steps from two states that differ by noise (B, D) in the memory.
+
+    What is left would soon be less than rounding. So after every step the difference of the two states is made as large
+    as the noise again, all of it by one factor: as long as it is small, that changes nothing but its size.
+    """
     state = decoder.initial_state(tokens.shape[0])
     for token in tokens[:, : tokens.shape[1] - steps].T:
         decoder.step_(token, state)
     disturbed = state.clone()
     disturbed.memory = disturbed.memory + noise
+    size, shrunk, left = float(noise.norm()), 0.0, -math.inf
     for token in tokens[:, tokens.shape[1] - steps :].T:
         decoder.step_(token, state)
         decoder.step_(token, disturbed)
-    return (disturbed.memory - state.memory).norm() / noise.norm()
+        pairs = differing(disturbed, state)
+        apart = [float((ours - theirs).norm()) for ours, theirs in pairs]
+        if not apart[0]:
+            return -math.inf
+        left = shrunk + math.log(apart[0] / size)
+        factor = size / math.hypot(*apart)
+        shrunk -= math.log(factor)
+        for ours, theirs in pairs:
+            ours.copy_(theirs + factor * (ours - theirs))
+    return left
+
+
+def differing(ours: DecoderState, theirs: DecoderState) -> list[tuple[Tensor, Tensor]]:
+    """What two states of one text may differ in, the memory first."""
+    rings = [
+        pair
+        for own, other in zip(ours.caches, theirs.caches, strict=True)
+        for pair in ((own.key, other.key), (own.value, other.value))
+    ]
+    return [(ours.memory, theirs.memory), *rings]
 
 
 @contextmanager
@@ -94,6 +123,8 @@ def recorded_shares(decoder: Decoder) -> Iterator[list[Tensor]]:
         # a rotation changes no length
         own = local * (rms_norm(key).norm(dim=-1) + value.norm(dim=-1))
         other = remembered * (memory_key.norm(dim=-1) + memory_value.norm(dim=-1))
+        # the first position has no memory to read
+        own, other = own[:, 1:], other[:, 1:]
         shares.append(other.sum() / (own + other).sum())
 
     remembering = [module for module in decoder.modules() if isinstance(module, Attention) and module.gates]

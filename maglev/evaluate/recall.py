@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maglev.data.recall import DrawnRows
+from maglev.data.recall import DrawnRows, distance_unit
 from maglev.evaluate.memories import Source, memories, sources_of
 from maglev.model_config import ModelConfig
 from maglev.objectives.losses import Objective
@@ -19,8 +19,8 @@ STEPPED_ROWS, PARALLEL_ROWS, PARALLEL_TOKENS = 256, 64, 1 << 16
 
 
 def plain_reach(config: ModelConfig) -> int:
-    """layers x (W - 1), the unit of distance; full layers do not change it, so that all recipes have one unit."""
-    return max(1, config.depth * (config.window - 1))
+    """The unit of distance; full layers do not change it, so that all recipes have one unit."""
+    return distance_unit(config.depth, config.window)
 
 
 def recall_sources(objective: Objective) -> tuple[Source, ...]:

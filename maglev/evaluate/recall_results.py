@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from maglev import files
 from maglev.config import RunConfig, SharedMaglevConfig
-from maglev.data.recall import RecallConfig
+from maglev.data.recall import RecallConfig, distance_unit
 from maglev.errors import RequestError
 from maglev.evaluate.figures import LINE, LINE_STYLES, SIZE, colours
 from maglev.model.accounting import objective_flops
@@ -32,6 +32,9 @@ PANEL, ENTRY = 3.4, 0.19
 HANDLE = 3.5
 # what was found; all else says what was measured
 MEASURED = {"accuracy", "items", "training_seconds", "nats", "gain", "gain_error"}
+# what a figure is drawn from
+NEEDED = {"recipe", "variant", "pairs", "chance", "memory", "distance", "accuracy", "items", "settings", "seed"}
+NEEDED |= {"context", "depth", "window"}
 # distances, in plain reaches, that recall is drawn for against its cost
 COST_RANGES = ((1, 4), (4, 16))
 
@@ -46,14 +49,19 @@ def result_rows(
     seconds: float,
     settings: dict[str, Any],
     text: Row | None = None,
+    trained: Row | None = None,
     gains: Mapping[tuple[str, str], Row] | None = None,
 ) -> list[Row]:
     """`settings` are those in which the run differs from its recipe's defaults. Of needles, `text` says what they lie
-    in and whether the run was trained on them, and `gains` what they are worth, by memory source and distance."""
+    in and whether the run was trained on them, and `gains` what they are worth, by memory source and distance.
+    `trained` is in what the run's own task differs from what is asked: without it, two runs would be one row."""
     facts: Row = {"recipe": config.recipe, "variant": task.variant, "pairs": task.pairs, "chance": task.chance}
     facts |= {"query_share": task.query_share, "spread": task.spread, "context": context}
     facts |= {"depth": config.model.depth, "width": config.model.width, "window": config.model.window}
     facts |= {"seed": config.train.seed, "steps": steps, "settings": settings} | (text or {})
+    facts |= {"trained": trained} if trained else {}
+    # told since there were others
+    facts |= {"keys": task.keys} if task.keys != RecallConfig.keys else {}
     facts["training_flops"] = round(3 * objective_flops(config) * config.train.tokens_per_step * steps)
     facts["training_seconds"] = round(seconds, 1)
     facts["cost"] = round(objective_flops(config) / objective_flops(papers(config)), 3)
@@ -74,13 +82,13 @@ def papers(config: RunConfig) -> RunConfig:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """None where there is no file yet."""
+    """Of a file that may not be there yet."""
     if not path.exists():
         return []
     try:
         rows = json.loads(path.read_bytes())["rows"]
-        assert isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError):
+        assert isinstance(rows, list) and all(row.keys() >= NEEDED for row in rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
         raise RequestError(f"{path} is not a file of recall results; choose another --results") from None
     return rows
 
@@ -226,6 +234,8 @@ def groups(
         words = [first["recipe"]]
         if named_by_task:
             words += [first["memory"], *([f"{first['variant']} {first['pairs']}"] if len(tasks) > 1 else [])]
+        words += [f"trained with {key} {value}" for key, value in first.get("trained", {}).items()]
+        words += [f"{first['keys']} keys"] if "keys" in first and len({row.get("keys") for row in every}) > 1 else []
         words += ["trained on text"] if first.get("trained_on") == "text" else []
         words += [f"{key.split('.')[-1]} {shown(value)}" for key, value in first["settings"].items() if key in telling]
         named.append((", ".join(words), group))
@@ -259,5 +269,5 @@ def shown(value: Any) -> str:
 def middle(row: Row) -> float:
     """Of a row's distances, on the logarithmic axis; the last of them end where the context does."""
     first, last = map(int, row["distance"].split("-"))
-    end = min(last, (row["context"] - 1) / (row["depth"] * (row["window"] - 1)))
+    end = min(last, (row["context"] - 1) / distance_unit(row["depth"], row["window"]))
     return math.sqrt(first * end) if first else end / 2

@@ -77,10 +77,45 @@ def test_a_recipe_is_trained_and_measured_a_run_only_measured(
     other = run_json([*arguments, "--variant", "overwrite", "--context", "64", "--passes", "2"], capsys)
     assert {row["variant"] for row in other["rows"]} == {"overwrite"} and other["context"] == 64
     assert {row["passes"] for row in other["rows"]} == {None, 2}
+    # rows say what they were trained on, where that is something else
+    assert all(row["trained"] == {"variant": "pairs", "context": 32} for row in other["rows"])
+    assert not any("trained" in row or "keys" in row for row in rows)
+    # every position is exact after as many passes as there are
+    many = run_json([*arguments, "--passes", "1000000"], capsys)["rows"]
+    assert {row["passes"] for row in many} == {None, 32}
 
     assert main(["eval", "recall", *arguments]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "plain reach 3, chance 0.031" in words and "refined (3 passes)" in words and "beyond 1" in words
+
+
+def test_another_runs_rows_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two runs that are asked the same, but were trained on other tasks."""
+    results = tmp_path / "recall.json"
+    for pairs in ("2", "3"):
+        words = [*TINY, "--pairs", pairs, "--out", str(tmp_path / pairs), "--results", str(results)]
+        own = run_json([RECIPE, *words], capsys)["rows"]
+    before = json.loads(results.read_text())["rows"]
+    asked = [str(tmp_path / "3"), "--pairs", "2", "--rows", "8", "--device", "cpu", "--results", str(results)]
+    other = run_json(asked, capsys)["rows"]
+    after = json.loads(results.read_text())["rows"]
+    assert after == [*before, *other] and all(row["trained"] == {"pairs": 3} for row in other)
+    assert {row["pairs"] for row in own} == {3}
+
+
+def test_what_is_no_file_of_results_is_refused_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, results = tmp_path / "run", tmp_path / "recall.json"
+    # windows of one token reach nowhere, and the unit of distance is one token
+    assert run_json([RECIPE, *TINY, "--window", "1", "--out", str(run)], capsys)["reach"] == 1
+    for text in ('{"rows": [{"a": 1}]}', '{"rows": [3]}', "[]", "{"):
+        results.write_text(text)
+        assert main(["eval", "recall", str(run), "--device", "cpu", "--results", str(results)]) == 2
+        assert "is not a file of recall results" in one_line(capsys) and results.read_text() == text
+    (run / "recall.json").write_text('{"keys": 64}')
+    assert main(["eval", "recall", str(run), "--device", "cpu"]) == 2
+    assert "its recall.json is damaged" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +137,7 @@ def test_a_recipe_is_trained_and_measured_a_run_only_measured(
         ([RECIPE, "--variant", "needles", "--data", "nowhere"], "nowhere: not a data folder"),
         ([RECIPE, "--data", "nowhere"], "--data goes with --variant needles, not with pairs; leave it away"),
         ([RECIPE, "--rates", "0"], "--rates is 0.0; it must be above 0"),
+        ([RECIPE, "--plot", "recall.txt"], "its name must end in one of .svg, .png, .pdf"),
         ([RECIPE, "--device", "tpu"], "it must be auto, cpu, cuda or cuda:N"),
         (["runs/nowhere"], "runs/nowhere is not a run folder"),
         (["."], ". is not a run folder"),

@@ -1,5 +1,7 @@
 """What the loop's diagnostics say about decoders whose loops are known."""
 
+import math
+
 import pytest
 import torch
 
@@ -43,6 +45,40 @@ def test_without_memory_projections_nothing_is_carried() -> None:
     assert found.memory_share == [0.0] * decoder.config.depth
 
 
+@pytest.mark.parametrize("scale", [0.02, 0.1, 0.3, 0.5])
+def test_fast_contraction_is_not_lost_in_rounding(scale: float) -> None:
+    tokens, decoder = random_tokens(2, 40), decoder_with(scale)
+    # the definition, which float64 has room for: sixteen steps of two states, and what is left of their difference
+    state = decoder.initial_state(2)
+    for token in tokens[:, :24].T:
+        decoder.step_(token, state)
+    disturbed = state.clone()
+    noise = torch.randn((2, 24, decoder.config.width), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    disturbed.memory = disturbed.memory + 1e-5 * noise[:, -1]
+    with torch.no_grad():
+        for token in tokens[:, 24:].T:
+            decoder.step_(token, state)
+            decoder.step_(token, disturbed)
+    left = (disturbed.memory - state.memory).norm() / (1e-5 * noise[:, -1]).norm()
+    expected = float(left) ** (1 / 16)
+    assert loop_diagnostics(decoder, tokens).contraction_step == pytest.approx(expected, rel=0.02)
+    assert loop_diagnostics(decoder_with(scale, torch.float32), tokens).contraction_step == pytest.approx(
+        expected, rel=0.05
+    )
+
+
+def test_short_rows_say_what_they_can() -> None:
+    decoder = decoder_with(0.5)
+    whole = loop_diagnostics(decoder, random_tokens(2, 40)).memory_share
+    for length in (3, 8, 17):
+        found = loop_diagnostics(decoder, random_tokens(2, length))
+        assert found.contraction_pass > 0 and found.contraction_step > 0
+        assert found.memory_share == pytest.approx(whole, abs=0.15)
+    for length in (1, 2):
+        found = loop_diagnostics(decoder, random_tokens(2, length))
+        assert math.isnan(found.contraction_pass) and math.isnan(found.contraction_step) and not found.memory_share
+
+
 def test_shares_follow_the_gates() -> None:
     decoder = decoder_with(0.5)
     even = loop_diagnostics(decoder, random_tokens(2, 30)).memory_share
@@ -59,7 +95,7 @@ def test_the_decoder_is_left_as_it_was() -> None:
     decoder = decoder_with(0.5, torch.float32)
     decoder.embedding.compute_dtype = torch.bfloat16
     before = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
-    found = loop_diagnostics(decoder, random_tokens(1, 2))
+    found = loop_diagnostics(decoder, random_tokens(1, 3))
     assert found.contraction_step > 0
     assert decoder.compute_dtype == torch.bfloat16
     assert all(torch.equal(tensor, before[name]) for name, tensor in decoder.state_dict().items())
