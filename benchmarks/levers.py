@@ -55,7 +55,6 @@ class LeversConfig(ClosedMaglevConfig):
     late_lifted, late_prefiller: what the lifted pass, and Q's own loss in place of `prefiller_weight`, count once P
     goes over rows on its own memories; the second below 0 stays.
     own_next_token: how much the next token counts in these passes; at 0 Q's memories alone teach.
-    noise: standard deviation of what is added to every memory that P reads, whose own size is 1.
     stop: where no gradient flows. `carried`: into the memories that a pass on own memories reads; `target`: into Q, to
     bring its memories to P's, or `own_target`, in these passes alone; `memory`: into P, to bring its memories to Q's.
     write_gate: m_t = a m_{t-1} + (1 - a) h_t, with a of every channel from h_t; at the start sigmoid(-4) in the first
@@ -78,7 +77,6 @@ class LeversConfig(ClosedMaglevConfig):
     late_lifted: float = 1.0
     late_prefiller: float = -1.0
     own_next_token: float = 1.0
-    noise: float = 0.0
     stop: str = ""
     write_gate: float = 0.0
     separate: bool = False
@@ -92,7 +90,6 @@ class LeversConfig(ClosedMaglevConfig):
             "rise",
             "late_lifted",
             "own_next_token",
-            "noise",
             "own_share",
             "blank",
         ):
@@ -146,9 +143,7 @@ class LeversObjective(ClosedLoopObjective):
     @property
     def stage(self) -> int:
         """A recorded pass is replayed as long as this stays: not where something moves with training."""
-        moving = (
-            self.config.noise or self.config.blank or max(self.config.own_share_end, self.config.consistency_end) >= 0
-        )
+        moving = self.config.blank or max(self.config.own_share_end, self.config.consistency_end) >= 0
         return self.number if moving else int(self.progress >= self.rollout_start) * self.length
 
     @property
@@ -161,16 +156,17 @@ class LeversObjective(ClosedLoopObjective):
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:
         config, embedded = self.config, self.decoder.embedding(tokens)
-        if config.noise or config.blank:
+        if config.blank:
             # the same in a run that was interrupted: a step is a function of its number
             self.chance = torch.Generator(tokens.device).manual_seed(self.number)
         target_memory = self.prefiller(tokens, self.decoder, documents.attention_starts, embedded)  # (B, T, D)
         rows = self.own_rows(len(tokens))
+        noise = torch.zeros_like(target_memory) if self.noise is None else self.noise(tokens, target_memory)
         parts, own = [], None
         for some in (slice(0, rows), slice(rows, len(tokens))):
             if len(tokens[some]):
                 sweeps = Sweeps(self.decoder, tokens[some], rows_of(documents, some))
-                given = self.blanked(self.noisy(target_memory[some]))
+                given = self.blanked(target_memory[some] + noise[some])
                 memory = sweeps.run(given, range(tokens.shape[1]), embedded[some])
                 parts.append(memory)
                 own = own or sweeps
@@ -178,7 +174,8 @@ class LeversObjective(ClosedLoopObjective):
         lifted = self.weighed(torch.cat(parts), target_memory, targets, 1.0, "target", late)
         total, prefiller_weight = lifted.total, config.prefiller_weight
         if rows and own is not None:
-            found = self.on_own_memories(own, parts[0], target_memory[:rows], targets[:rows], embedded[:rows])
+            first = target_memory[:rows], targets[:rows], embedded[:rows], noise[:rows]
+            found = self.on_own_memories(own, parts[0], *first)
             total = config.late_lifted * total + rows / len(tokens) * found
             prefiller_weight = prefiller_weight if config.late_prefiller < 0 else config.late_prefiller
         if prefiller_weight:
@@ -186,26 +183,32 @@ class LeversObjective(ClosedLoopObjective):
         return Losses(total, lifted.next_token, lifted.consistency)
 
     def on_own_memories(
-        self, sweeps: Sweeps, memory: Tensor, target_memory: Tensor, targets: Tensor, embedded: Tensor
+        self,
+        sweeps: Sweeps,
+        memory: Tensor,
+        target_memory: Tensor,
+        targets: Tensor,
+        embedded: Tensor,
+        noise: Tensor,
     ) -> Tensor:
         config, before = self.config, memory.detach()
         if config.start == "zeros":
             memory = torch.zeros_like(memory)
         with torch.no_grad():
             for _ in range(config.free):
-                memory = sweeps.run(self.noisy(memory), range(memory.shape[1]), embedded)
+                memory = sweeps.run(memory + noise, range(memory.shape[1]), embedded)
         total = memory.new_zeros((), dtype=torch.float32)
         for number in range(1, config.passes + 1):
             if "carried" in self.stops:
                 memory = memory.detach()
                 for buffer in sweeps.before:
                     buffer.key, buffer.value = buffer.key.detach(), buffer.value.detach()
-            if config.passes == 1 and not config.noise:
-                memory = sweeps.rollout(memory, min(self.length, memory.shape[1]), embedded)
+            if config.passes == 1:
+                memory = sweeps.rollout(memory, min(self.length, memory.shape[1]), embedded, noise=noise)
             else:
                 for first in range(min(self.length, memory.shape[1])):
                     positions = range(first, memory.shape[1], self.length)
-                    memory = scatter(memory, sweeps.run(self.noisy(memory), positions, embedded), positions)
+                    memory = scatter(memory, sweeps.run(memory + noise, positions, embedded), positions)
             given = config.own_next_token, "own_target", config.own_consistency
             found = self.weighed(memory, target_memory, targets, *given).total
             if config.steady:
@@ -232,12 +235,6 @@ class LeversObjective(ClosedLoopObjective):
         if self.progress < self.rollout_start or not self.config.passes:
             return 0
         return min(rows, math.ceil(rows * self.between(self.config.own_share, self.config.own_share_end)))
-
-    def noisy(self, memory: Tensor) -> Tensor:
-        if not self.config.noise:
-            return memory
-        noise = torch.randn(memory.shape, generator=self.chance, dtype=memory.dtype, device=memory.device)
-        return memory + self.config.noise * noise
 
     def blanked(self, memory: Tensor) -> Tensor:
         if not self.config.blank:

@@ -51,18 +51,20 @@ class SharedMaglevConfig:
 class ClosedMaglevConfig(SharedMaglevConfig):
     """Maglev for the loop that it will run in: Q predicts tokens too, with a loss of this weight, and P reads `rollout`
     tokens in a row on memories of its own, once `rollout_start` of training is done. `steady` weighs how far the
-    memories that it writes there are from those that it wrote on Q's: the nearer, the fewer passes reading takes."""
+    memories that it writes there are from those that it wrote on Q's: the nearer, the fewer passes reading takes.
+    `noise` is the standard deviation of what is added to every memory that P reads in training; its own size is 1."""
 
     kind: Literal["maglev_closed"] = "maglev_closed"  # type: ignore[assignment]
     prefiller_weight: float = 0.5
     rollout: int = 4
     rollout_start: float = 0.6
     steady: float = 0.0
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         rollout = self.rollout
-        for name in ("prefiller_weight", "steady"):
+        for name in ("prefiller_weight", "steady", "noise"):
             weight = getattr(self, name)
             require(weight >= 0, f"objective.{name} is {weight}; it must not be negative")
         require(

@@ -90,6 +90,7 @@ BAD_SETTINGS = [
     ("maglev-separate-1", "objective.prefiller_pattern", "XYZ"),
     ("maglev-closed", "objective.prefiller_weight", "-1"),
     ("maglev-closed", "objective.steady", "-1"),
+    ("maglev-closed", "objective.noise", "-1"),
     ("maglev-closed", "objective.rollout", "0"),
     ("maglev-closed", "objective.rollout", "-4"),
     ("maglev-closed", "objective.rollout", "1.5"),

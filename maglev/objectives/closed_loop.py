@@ -19,6 +19,26 @@ from maglev.objectives.prefiller import Prefiller
 from maglev.objectives.sweeps import Sweeps
 from maglev.ops.loss import IGNORED
 
+# rows of noise to draw from, and what spreads tokens over them
+NOISE_ROWS, SPREAD = 8191, 40_503
+
+
+class MemoryNoise:
+    """Noise on the memories of a row, a function of its tokens so far and of nothing else: a run that was interrupted,
+    divided otherwise or recorded as a CUDA graph has the same."""
+
+    def __init__(self, size: float) -> None:
+        self.size = size
+        self.rows: Tensor | None = None
+
+    def __call__(self, tokens: Tensor, like: Tensor) -> Tensor:
+        """tokens (B, T) -> (B, T, D), as `like`"""
+        if self.rows is None or (self.rows.device, self.rows.dtype) != (like.device, like.dtype):
+            drawn = torch.randn(NOISE_ROWS, like.shape[-1], generator=torch.Generator().manual_seed(0))
+            self.rows = drawn.to(like.device, like.dtype)
+        places = (SPREAD * (tokens + 1).cumsum(dim=1)) % NOISE_ROWS
+        return self.size * self.rows[places]
+
 
 class ClosedLoopObjective(MaglevObjective):
     """What it reports beside the total is of the lifted pass, like Maglev's."""
@@ -27,6 +47,7 @@ class ClosedLoopObjective(MaglevObjective):
         super().__init__(decoder, prefiller, config.consistency_weight)
         self.prefiller_weight = config.prefiller_weight
         self.rollout, self.rollout_start, self.steady = config.rollout, config.rollout_start, config.steady
+        self.noise = MemoryNoise(config.noise) if config.noise else None
         # a tuple, for what it holds is the decoder's
         self.late: tuple[LateDecoder | None] = (None,)
 
@@ -39,12 +60,14 @@ class ClosedLoopObjective(MaglevObjective):
         embedded = self.decoder.embedding(tokens)
         target_memory = self.prefiller(tokens, self.decoder, documents.attention_starts, embedded)  # (B, T, D)
         sweeps = Sweeps(self.decoder, tokens, documents)
-        memory = sweeps.run(target_memory, range(tokens.shape[1]), embedded)
+        noise = None if self.noise is None else self.noise(tokens, target_memory)
+        read = target_memory if noise is None else target_memory + noise
+        memory = sweeps.run(read, range(tokens.shape[1]), embedded)
         lifted = self.compare(memory, target_memory, targets)
         total = lifted.total
         if self.stage:
             self.late = (late_of(self.decoder, self.late[0]),)
-            own_memory = sweeps.rollout(memory, self.rollout, embedded, self.late[0])
+            own_memory = sweeps.rollout(memory, self.rollout, embedded, self.late[0], noise)
             total = total + self.compare(own_memory, target_memory, targets).total
             if self.steady:
                 # where no memory is read the two are the same, and what lies between them is rounding

@@ -109,12 +109,20 @@ class Sweeps:
         own = None if embedded is None else embedded[:, positions.start :: positions.step].contiguous()
         return self.run_with(self.decoder.run, self.buffers(positions), previous_memory.contiguous(), positions, own)
 
-    def rollout(self, memory: Tensor, steps: int, embedded: Tensor, late: LateDecoder | None = None) -> Tensor:
+    def rollout(
+        self,
+        memory: Tensor,
+        steps: int,
+        embedded: Tensor,
+        late: LateDecoder | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
         """All positions anew, `steps` of them in a row from every place at once, each on the memory that was written
-        just before. (B, T, D) -> (B, T, D)"""
+        just before, with its `noise` where there is some. (B, T, D) -> (B, T, D)"""
         length, keep = memory.shape[1], self.documents.memory_keep
-        previous = shift_right(memory, keep)[:, ::steps].contiguous()
+        previous = shift_right(memory if noise is None else memory + noise, keep)[:, ::steps].contiguous()
         parts = deal(embedded, steps)
+        noises = None if noise is None else deal(noise, steps)
         found: list[Tensor] = []
         try:
             if late is not None:
@@ -123,6 +131,8 @@ class Sweeps:
                 positions = range(first, length, steps)
                 if found:
                     previous = first_of(found[-1], len(positions))
+                    if noises is not None:
+                        previous = previous + first_of(noises[first - 1], len(positions))
                     if keep is not None:
                         previous = torch.where(keep[:, first::steps].unsqueeze(-1), previous, 0)
                 run = self.decoder.run if late is None else partial(late.run_step, first)

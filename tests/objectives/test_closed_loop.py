@@ -12,7 +12,9 @@ from torch import Tensor
 
 from maglev.config import ClosedMaglevConfig
 from maglev.model.accounting import objective_flops
+from maglev.model.memory import shift_right
 from maglev.objectives import Objective
+from maglev.objectives.closed_loop import ClosedLoopObjective, MemoryNoise
 from maglev.objectives.losses import Documents
 from maglev.recipes import run_config
 from tests.helpers import batch_of, gradients, random_tokens, small
@@ -196,3 +198,44 @@ def test_passes_over_some_positions_share_what_is_compiled() -> None:
         return found[0]
 
     assert graphs(8) == graphs(4) < 16
+
+
+@pytest.mark.parametrize("keep", [None, 5])
+def test_noise_is_on_every_memory_that_is_read(keep: int | None) -> None:
+    """One rollout over the whole row: single steps, each on a memory that noise was added to; none where memory is
+    kept from being read."""
+    tokens, targets = batch_of(2, 13)
+    objective = small(
+        "maglev-closed", depth=2, window=WINDOW, context=CONTEXT, objective_rollout=13, objective_noise=0.5
+    )
+    assert isinstance(objective, ClosedLoopObjective) and objective.noise is not None
+    objective.prefiller_weight = 0.0
+    kept = torch.ones(2, 13, dtype=torch.bool)
+    kept[:, keep or 0] = keep is None
+    documents = Documents(memory_keep=None if keep is None else kept)
+    target_memory = objective.prefiller(tokens, objective.decoder)
+    noise = objective.noise(tokens, target_memory)
+    lifted = objective.decoder(tokens, shift_right(target_memory + noise, documents.memory_keep))
+    state, steps = objective.decoder.initial_state(2), []
+    for at in range(13):
+        state.memory = torch.where(kept[:, at, None], state.memory, 0)
+        memory, state = objective.decoder.step(tokens[:, at], state)
+        state.memory = memory + noise[:, at]
+        steps.append(memory)
+    both = (lifted, torch.stack(steps, dim=1))
+    expected = sum(objective.compare(each, target_memory, targets).total for each in both)
+    torch.testing.assert_close(objective(tokens, targets, documents).total, expected, rtol=0, atol=1e-12)
+
+
+def test_noise_is_a_function_of_the_tokens_so_far() -> None:
+    tokens, like = random_tokens(4, 200), torch.zeros(4, 200, 64)
+    noise = MemoryNoise(0.3)
+    found = noise(tokens, like)
+    assert torch.equal(noise(tokens[1:2], like[1:2]), found[1:2])
+    assert torch.equal(noise(tokens[:, :50], like[:, :50]), found[:, :50])
+    assert torch.equal(MemoryNoise(0.3)(tokens, like), found)
+    assert float(found.std()) == pytest.approx(0.3, rel=0.02) and abs(float(found.mean())) < 0.01
+    # other rows, other noise, also where the tokens of a place are the same
+    apart = found.flatten(0, 1)
+    assert len(apart.unique(dim=0)) > 0.9 * len(apart)
+    assert noise(tokens, like.double()).dtype == torch.float64

@@ -200,16 +200,15 @@ def test_gradients_stop_where_they_are_told() -> None:
 
 
 @pytest.mark.usefixtures("script")
-def test_noise_is_of_the_step_and_of_its_size() -> None:
+@pytest.mark.parametrize("passes", [1, 2])
+def test_noise_is_that_of_the_recipe_in_every_pass(passes: int) -> None:
     batch = batch_of(2, 12)
-    plain, noisy = levers(), levers(noise=0.5)
-    noisy.progress = 0.25
-    first = noisy(*batch).total
-    assert noisy(*batch).total == first != plain(*batch).total
-    noisy.progress = 0.5
-    assert noisy(*batch).total != first
-    memory = torch.zeros(4, 100, 100)
-    assert abs(noisy.noisy(memory).std() - 0.5) < 0.01
+    closed = small("maglev-closed", **SHAPE, objective_rollout=3, objective_noise=0.5)
+    noisy, plain = levers(rollout=3, noise=0.5, passes=passes), levers(rollout=3, passes=passes)
+    found = noisy(*batch).total
+    assert found != plain(*batch).total
+    if passes == 1:
+        torch.testing.assert_close(found, closed(*batch).total, rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("script")
@@ -218,7 +217,7 @@ def test_noise_is_of_the_step_and_of_its_size() -> None:
     [
         ({"rollout_start": 0.0}, 1),
         ({}, 2),
-        ({"noise": 0.1}, 4),
+        ({"noise": 0.1}, 2),
         ({"consistency_end": 0.0}, 4),
         ({"own_share_end": 0.5}, 4),
     ],
