@@ -79,10 +79,14 @@ def after_steps(decoder: Decoder, tokens: Tensor, steps: int, noise: Tensor) -> 
         decoder.step_(token, disturbed)
         pairs = differing(disturbed, state)
         apart = [float((ours - theirs).norm()) for ours, theirs in pairs]
+        whole = math.hypot(*apart)
+        if not math.isfinite(whole):
+            # weights that have diverged
+            return math.nan
         if not apart[0]:
             return -math.inf
         left = shrunk + math.log(apart[0] / size)
-        factor = size / math.hypot(*apart)
+        factor = size / whole
         shrunk -= math.log(factor)
         for ours, theirs in pairs:
             ours.copy_(theirs + factor * (ours - theirs))

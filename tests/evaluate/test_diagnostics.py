@@ -67,6 +67,14 @@ def test_fast_contraction_is_not_lost_in_rounding(scale: float) -> None:
     )
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e25])
+def test_diverged_weights_are_told_and_stop_nothing(value: float) -> None:
+    decoder = decoder_with(0.5, torch.float32)
+    with torch.no_grad():
+        decoder.injection.memory_value_proj.weight.fill_(value)  # type: ignore[union-attr]
+    assert not loop_diagnostics(decoder, random_tokens(2, 40)).contraction_step < 1
+
+
 def test_short_rows_say_what_they_can() -> None:
     decoder = decoder_with(0.5)
     whole = loop_diagnostics(decoder, random_tokens(2, 40)).memory_share
