@@ -215,7 +215,8 @@ def meet_teacher(objective: Objective, task: Task) -> None:
 def start_from(
     objective: Objective, run: Path, found: Checkpoint | None, task: Task, report: Callable[[str], None]
 ) -> list[str]:
-    """Copy another run's decoder into this one, and into a prefiller where names and shapes agree.
+    """Copy another run's decoder into this one, and its prefiller into ours where names and shapes agree; what of ours
+    that run's prefiller does not have is taken from the decoder's stack, if it fits there.
 
     `found` is the newest checkpoint of that run. Returns the names that it does not have: they keep their first values.
     """
@@ -232,13 +233,15 @@ def start_from(
     task.check(run)
     if found is None:
         raise RequestError(f"--init-from {run}: it has no checkpoint yet; let that run reach one first")
-    tensors = found.stored("decoder")
+    stems = {"decoder": [found.stored("decoder")]}
+    stems["prefiller"] = [found.stored("prefiller"), *stems["decoder"]]
     missing = []
     for name, parameter in objective.named_parameters():
-        _, _, own_name = name.partition(".")
-        given = tensors.get(own_name)
-        if given is not None and given.shape == parameter.shape:
-            fill(parameter, given)
+        stem, _, own_name = name.partition(".")
+        given = (tensors[own_name] for tensors in stems[stem] if own_name in tensors)
+        fitting = next((each for each in given if each.shape == parameter.shape), None)
+        if fitting is not None:
+            fill(parameter, fitting)
         else:
             missing.append(name)
     return missing

@@ -194,6 +194,21 @@ def test_init_from_an_swa_takes_its_decoder(recipe: str, data: Path, trained: Tr
     assert losses_of(run)[0][1] < losses_of(swa)[0][1]
 
 
+@pytest.mark.parametrize("recipe", MAGLEV_RECIPES)
+def test_init_from_a_maglev_takes_its_prefiller_too(recipe: str, data: Path, trained: Train, tmp_path: Path) -> None:
+    first, run = trained(recipe), tmp_path / "run"
+    launch.train(recipe, data, run, Unwatched(), depth=1, settings=SMALL | FROZEN | {"train.init_from": str(first)})
+    theirs, ours = tensors_of(first), tensors_of(run)
+    weights = {name for name in theirs if name.startswith(("decoder/", "prefiller/"))}
+    assert {name.partition("/")[0] for name in weights} == {"decoder", "prefiller"}
+    assert all(torch.equal(ours[name], theirs[name]) for name in weights)
+    # and it had learned something that is not the decoder's
+    shared = {
+        name for name in weights if f"decoder/{name.partition('/')[2]}" in theirs and name.startswith("prefiller")
+    }
+    assert any(not torch.equal(theirs[name], theirs[f"decoder/{name.partition('/')[2]}"]) for name in shared)
+
+
 def test_init_from_is_not_repeated_on_resume(data: Path, trained: Train, tmp_path: Path) -> None:
     run, settings = tmp_path / "run", {"train.init_from": str(trained("swa-ssss"))}
     train(data, run, settings)
