@@ -39,6 +39,22 @@ def keep(run: "Path", name: str, value: dict[str, Any]) -> None:
         say(f"could not keep this result in {run} ({error}), so 'maglev table' will not find it")
 
 
+def check_place(option: str, path: "Path") -> None:
+    """Whether a file can be written there, before the work whose result it is to hold."""
+    import tempfile
+
+    from maglev.errors import RequestError
+
+    if path.is_dir():
+        raise RequestError(f"{option} is {path}, which is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise RequestError(f"{option} {path} cannot be written ({error.strerror}); name another place") from None
+
+
 def finite(value: Any) -> Any:
     """JSON has no NaN and no infinity: they become null."""
     if isinstance(value, dict):

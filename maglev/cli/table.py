@@ -52,6 +52,9 @@ def table(
         "table.csv": table_formats.as_csv(found),
         "table.tex": table_formats.as_latex(found),
     }
+    if not found.lines:
+        # recall alone is drawn
+        texts = {}
     for name, content in texts.items():
         files.write_text(out / name, content)
     if save is not None:
@@ -64,7 +67,10 @@ def table(
         for line in found.lines
     ]
     written = [str(out / name) for name in texts] + [str(path) for path in drawn]
-    emit({"lines": lines, "files": written, "text": texts["table.txt"]}, as_json, render)
+    text = texts.get("table.txt", "No run has numbers for a table; recall by distance is drawn.")
+    if not written:
+        raise RequestError("no run has numbers for a table, and recall is a figure; leave --no-figures away")
+    emit({"lines": lines, "files": written, "text": text}, as_json, render)
 
 
 def render(value: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from maglev.cli.options import AsJson, Device, Memory, Passes, RunArgument, memory_source
-from maglev.cli.output import console, emit, finite, keep, progress, say
+from maglev.cli.output import check_place, console, emit, finite, keep, progress, say
 from maglev.cli.weights import Weights, weight_format
 from maglev.errors import RequestError
 
@@ -91,6 +91,7 @@ def tasks(
         raise RequestError("no RUN; name the run folder to evaluate")
     setting = setting_for(run, names or "paper", data, limit, fewshot, max_length)
     if requests is not None:
+        check_place("--requests", requests)
         emit(build(run, setting, requests), as_json, render_built)
         return
     opened = open_run(run, memory, passes, reading, batch_rows, batch_tokens, weights, device)
@@ -114,6 +115,7 @@ def score(
     from maglev.evaluate.requests import load_requests, save_scores
 
     asked = load_requests(requests)
+    check_place("--out", out)
     opened = open_run(run, memory, passes, reading, batch_rows, batch_tokens, weights, device)
     if opened.tokenizer.fingerprint != asked.tokenizer:
         raise RequestError(f"{requests} was built with another tokenizer than that of {run}; build them with this run")
@@ -301,7 +303,9 @@ def render(value: dict[str, Any]) -> None:
             table.add_row(name, f"{own.get('items', 0):,}", metric, f"{number:.4f}", shown)
     average = value.get(f"average_{source}")
     if average is not None:
-        table.add_row("average", "", "accuracy as in the paper", f"{average:.4f}", "", style="bold")
+        error = value.get(f"average_{source}_stderr")
+        shown = "-" if error is None else f"{error:.4f}"
+        table.add_row("average", "", "accuracy as in the paper", f"{average:.4f}", shown, style="bold")
     out.print(table)
 
 

@@ -1,6 +1,7 @@
 """Results of evaluation in a run's folder, where `maglev table` finds them: RUN/eval/*.json, one file per question."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -60,4 +61,9 @@ def task_result(found: dict[str, Any], facts: dict[str, Any], setting: dict[str,
     if all(task.name in tasks for task in TASKS):
         accuracies = [tasks[task.name][f"{task.metric}_{source}"] for task in TASKS]
         result[f"average_{source}"] = sum(accuracies) / len(accuracies)
+        errors = [tasks[task.name].get(f"{task.metric}_{source}_stderr") for task in TASKS]
+        known = [error for error in errors if error is not None]
+        if len(known) == len(TASKS):
+            # no two tasks share an item
+            result[f"average_{source}_stderr"] = math.hypot(*known) / len(TASKS)
     return result

@@ -25,7 +25,7 @@ from maglev.inference.reading import PASS_BUDGET
 from maglev.model.decoder import Decoder
 from maglev.objectives.losses import Objective
 from maglev.ops.matrix import WeightFormat
-from maglev.runs import TOKENIZER
+from maglev.runs import TOKENIZER, read_config
 
 Reading = Literal["parallel", "step"]
 READINGS: tuple[Reading, ...] = get_args(Reading)
@@ -227,6 +227,9 @@ def open_scorer(
 
 
 def run_tokenizer(run: Path) -> Tokenizer:
+    if not run.is_dir():
+        # says what is there instead
+        read_config(run)
     if not (run / TOKENIZER).is_file():
         raise RequestError(f"{run} has no {TOKENIZER}; name a whole run folder")
     return Tokenizer.load(run / TOKENIZER)

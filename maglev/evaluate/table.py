@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from maglev.evaluate.paper_tasks import TASKS
-from maglev.evaluate.table_facts import Facts, has_lines, row_of
+from maglev.evaluate.table_checks import SOURCES
+from maglev.evaluate.table_facts import Facts, all_settings, has_lines, row_of
 
 BASELINE = "swa-ssss"
 OURS, PAPER = "ours", "paper"
 # the paper does not say whether its numbers come from the decoder's own memories
 UNSTATED = "not stated"
-SOURCES = ("recurrent", "lifted", "refined")
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def group_runs(facts: Sequence[Facts]) -> list[list[Facts]]:
 
 def distinction(group: Sequence[Facts], others: Sequence[Sequence[Facts]]) -> str:
     """In what a row differs from the others of its recipe."""
-    every = [other[0]["settings"] for other in others]
-    own = group[0]["settings"]
+    every = [all_settings(other[0]) for other in others]
+    own = all_settings(group[0])
     telling = [key for key in own if len({json.dumps(settings.get(key)) for settings in every}) > 1]
     return "".join(f", {key.split('.', 1)[1]} {own[key]}" for key in telling)
 
@@ -218,11 +218,15 @@ def numbers_of(run: Facts, source: str, passes: int | None, texts: Mapping[str, 
         if (result["memory"], result["passes"], result["weights"]) == (source, passes, "plain"):
             found[texts[result["data"]].key] = result[f"bpb_{source}"]
     for result in task_results(run, source, passes):
-        own: dict[str, Any] = result["tasks"]
-        found[PERPLEXITY.key] = own["lambada_openai"][f"perplexity_{source}"]
         for task, column in zip(TASKS, ACCURACIES, strict=True):
-            found[column.key] = column.scale * own[task.name][f"{task.metric}_{source}"]
-        found[AVERAGE.key] = AVERAGE.scale * result[f"average_{source}"]
+            own: dict[str, Any] = result["tasks"].get(task.name, {})
+            if f"perplexity_{source}" in own:
+                found[PERPLEXITY.key] = own[f"perplexity_{source}"]
+            if (value := own.get(f"{task.metric}_{source}")) is not None:
+                found[column.key] = column.scale * value
+    known = [value for column in ACCURACIES if (value := found.get(column.key)) is not None]
+    if len(known) == len(ACCURACIES):
+        found[AVERAGE.key] = statistics.fmean(known)
     return {key: value for key, value in found.items() if value is not None and math.isfinite(value)}
 
 
@@ -230,18 +234,24 @@ def errors_of(run: Facts, source: str, passes: int | None) -> dict[str, float]:
     """Standard errors, as far as the results have them; of the average where all eight do, whose items differ."""
     found: dict[str, float | None] = {}
     for result in task_results(run, source, passes):
-        own: dict[str, Any] = result["tasks"]
-        found[PERPLEXITY.key] = own["lambada_openai"].get(f"perplexity_{source}_stderr")
-        told = [own[task.name].get(f"{task.metric}_{source}_stderr") for task in TASKS]
-        found |= {c.key: None if error is None else c.scale * error for c, error in zip(ACCURACIES, told, strict=True)}
-        known = [error for error in told if error is not None]
-        found[AVERAGE.key] = AVERAGE.scale * math.hypot(*known) / len(TASKS) if len(known) == len(TASKS) else None
+        for task, column in zip(TASKS, ACCURACIES, strict=True):
+            own: dict[str, Any] = result["tasks"].get(task.name, {})
+            if f"perplexity_{source}" in own:
+                found[PERPLEXITY.key] = own.get(f"perplexity_{source}_stderr")
+            if own:
+                error = own.get(f"{task.metric}_{source}_stderr")
+                found[column.key] = None if error is None else column.scale * error
+    known = [error for column in ACCURACIES if (error := found.get(column.key)) is not None]
+    if len(known) == len(ACCURACIES):
+        found[AVERAGE.key] = math.hypot(*known) / len(ACCURACIES)
     return {key: value for key, value in found.items() if value is not None and math.isfinite(value)}
 
 
 def task_results(run: Facts, source: str, passes: int | None) -> list[dict[str, Any]]:
+    """Those of fewer tasks first, so that one of all of them has the last word."""
     kind = (source, passes, "plain")
-    return [result for result in run["tasks"] if (result["memory"], result["passes"], result["weights"]) == kind]
+    found = [result for result in run["tasks"] if (result["memory"], result["passes"], result["weights"]) == kind]
+    return sorted(found, key=lambda result: len(result["tasks"]))
 
 
 def compared(lines: Sequence[Line], columns: Sequence[Column]) -> tuple[Line, ...]:

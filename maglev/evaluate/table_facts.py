@@ -3,13 +3,17 @@
 import json
 import statistics
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from maglev import files
 from maglev.errors import RequestError
-from maglev.evaluate.results import load_results
+from maglev.evaluate.paper_tasks import TASKS
+from maglev.evaluate.results import FOLDER, load_results
+from maglev.evaluate.table_checks import check_facts
 from maglev.model.accounting import BYTES, describe, objective_flops, state_nbytes, training_steps
+from maglev.recipes import RECIPES, run_config
 from maglev.runs import read_config, read_metrics
 from maglev.settings import setting_values
 from maglev.values import canonical_json
@@ -20,8 +24,6 @@ POINTS = 200
 # what does not make another row of the table
 SECTIONS = ("model.", "objective.", "optimizer.", "data.")
 TRAINING = ("train.steps", "train.tokens_per_step")
-# without which there is no line
-KEYS = ("run", "recipe", "seed", "settings", "training_flops", "state_bytes", "bpb", "tasks", "recall", "training")
 
 Facts = dict[str, Any]
 
@@ -60,7 +62,30 @@ def has_lines(run: Facts) -> bool:
 
 def row_of(run: Facts) -> str:
     """What the runs of one line have in common."""
-    return canonical_json([run["recipe"], run["settings"]])
+    return canonical_json([run["recipe"], all_settings(run)])
+
+
+def all_settings(run: Facts) -> Facts:
+    """With those that came after the run was measured, as its recipe has them: until then it could not be otherwise."""
+    own = run["settings"]
+    if run["recipe"] not in RECIPES:
+        return own
+    return defaults(run["recipe"], own.get("model.depth")) | own
+
+
+@cache
+def defaults(recipe: str, depth: int | None) -> Facts:
+    try:
+        values = setting_values(run_config(recipe, depth, {})) if depth else {}
+    except RequestError:
+        # of a recipe that is there no more as it was
+        values = {}
+    return {key: value for key, value in values.items() if tells(key)}
+
+
+def tells(key: str) -> bool:
+    """Whether runs that differ in this setting are different lines."""
+    return key.startswith(SECTIONS) or key in TRAINING
 
 
 def load_file(path: Path) -> list[Facts]:
@@ -82,29 +107,47 @@ def recall_facts(path: Path, rows: list[Facts]) -> Facts:
 def facts_of(run: Path) -> Facts:
     config = read_config(run)
     bpb, tasks, recall = (
-        [without_places(result) for result in load_results(run, kind)] for kind in ("bpb", "tasks-paper", "recall")
+        [without_places(result) for result in load_results(run, kind)] for kind in ("bpb", "tasks", "recall")
     )
+    tasks = [result for result in tasks if is_in_table(result, config.model.context)]
     if not (bpb or tasks or recall):
         raise RequestError(
-            f"{run} has no results yet; measure it with 'maglev eval bpb', 'maglev eval tasks' or 'maglev eval recall'"
+            f"{run} has no results yet that a table shows; measure it with 'maglev eval bpb', 'maglev eval tasks' or "
+            f"'maglev eval recall'"
         )
     steps = training_steps(config)
     tokens = steps * config.train.tokens_per_step
     values = setting_values(config) | {"train.steps": steps}
     rows = [row for row in read_metrics(run) if row.get("kind") == "train"]
-    return {
+    found = {
         "run": run.name,
         "recipe": config.recipe,
         "seed": config.train.seed,
-        "settings": {key: value for key, value in values.items() if key.startswith(SECTIONS) or key in TRAINING},
+        "settings": {key: value for key, value in values.items() if tells(key)},
         "parameters": describe(config)["parameters"]["deployed"],
         "tokens": tokens,
         "training_flops": 3 * objective_flops(config) * tokens,
         "state_bytes": state_nbytes(config.model, BYTES["bfloat16"]),
         "bpb": bpb,
         "tasks": tasks,
-        "recall": [row for result in recall for row in result["rows"]],
+        "recall": [row for result in recall for row in result.get("rows", [None])],
     } | training_of(rows)
+    try:
+        check_facts(found)
+    except ValueError as error:
+        raise RequestError(f"a result in {run / FOLDER} is damaged ({error}); evaluate the run again") from None
+    return found
+
+
+def is_in_table(result: Facts, context: int) -> bool:
+    """Some of the paper's tasks, asked as the table's are: without examples and within the context."""
+    setting = {"fewshot": None, "max_length": context} | as_dict(result.get("setting"))
+    asked = any(task.name in as_dict(result.get("tasks")) for task in TASKS)
+    return asked and setting["fewshot"] is None and setting["max_length"] == context
+
+
+def as_dict(value: Any) -> Facts:
+    return value if isinstance(value, dict) else {}
 
 
 def training_of(rows: Sequence[dict[str, Any]]) -> Facts:
@@ -123,7 +166,7 @@ def training_of(rows: Sequence[dict[str, Any]]) -> Facts:
 
 def without_places(result: Facts) -> Facts:
     """Where runs and files lay on some machine is no fact of the run."""
-    setting = {key: value for key, value in result.get("setting", {}).items() if key != "data"}
+    setting = {key: value for key, value in as_dict(result.get("setting")).items() if key != "data"}
     return {key: value for key, value in result.items() if key != "run"} | ({"setting": setting} if setting else {})
 
 
@@ -137,9 +180,8 @@ def load_facts(path: Path) -> list[Facts]:
         if value["format"] != FORMAT:
             raise ValueError(f"its format is {value['format']!r}")
         runs = list(value["runs"])
-        missing = next((key for run in runs for key in KEYS if key not in run), None)
-        if missing is not None:
-            raise ValueError(f"a run has no {missing!r}")
+        for run in runs:
+            check_facts(run)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(
             f"{path} is no file of table facts ({error}); name run folders, what 'maglev table --save' wrote, or what "

@@ -183,7 +183,9 @@ def as_markdown(table: PaperTable) -> str:
 
 def ruled(head: Sequence[str], rows: Sequence[Sequence[str]], names: int = 3) -> str:
     rule = ["---"] * names + ["---:"] * (len(head) - names)
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+    rows_of_text = ([text.replace("|", "\\|") for text in row] for row in (head, *rows))
+    first, *others = ("| " + " | ".join(row) + " |" for row in rows_of_text)
+    return "\n".join([first, "| " + " | ".join(rule) + " |", *others])
 
 
 def as_csv(table: PaperTable) -> str:
@@ -237,18 +239,19 @@ def as_latex(table: PaperTable) -> str:
     return "\n".join([*parts, f"% {note(table)}"]) + "\n"
 
 
+# signs of names and numbers that LaTeX takes for its own, or does not have
+WRITTEN = {sign: f"\\{sign}" for sign in "&%_#${}"} | {
+    "\\": "\\textbackslash{}",
+    "^": "\\textasciicircum{}",
+    "~": "\\textasciitilde{}",
+    "λ": "$\\lambda$",
+    "±": "$\\pm$",
+    "†": "$^\\dagger$",
+    "–": "--",
+}
+
+
 def latex(text: str) -> str:
-    bold = text.startswith("@")
-    plain = text.strip("@")
-    for sign, written in (
-        ("&", "\\&"),
-        ("%", "\\%"),
-        ("_", "\\_"),
-        ("#", "\\#"),
-        ("λ", "$\\lambda$"),
-        ("±", "$\\pm$"),
-        ("†", "$^\\dagger$"),
-        ("–", "--"),
-    ):
-        plain = plain.replace(sign, written)
+    bold = len(text) > 1 and text.startswith("@") and text.endswith("@")
+    plain = "".join(WRITTEN.get(sign, sign) for sign in (text[1:-1] if bold else text))
     return f"\\textbf{{{plain}}}" if bold else plain

@@ -218,6 +218,12 @@ def test_the_verb_says_so_in_one_line_and_writes_nothing(
     capsys.readouterr()
     assert main(["eval", "score", str(run), "--requests", str(asked), "--out", str(out), "--device", "cpu"]) == 1
     assert "have diverged" in one_line(capsys) and not out.exists()
+    # where scores cannot be written none are made
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(RecurrentScorer, "score_batch", lambda *_: pytest.fail("scored for nothing"))
+    for place, says in ((tmp_path, "which is a folder"), (tmp_path / "file" / "s.json", "cannot be written")):
+        assert main(["eval", "score", str(run), "--requests", str(asked), "--out", str(place)]) == 2
+        assert says in one_line(capsys)
 
 
 def test_requests_need_something_to_read_and_to_ask_for() -> None:

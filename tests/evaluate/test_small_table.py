@@ -15,7 +15,7 @@ from maglev.__main__ import main
 from maglev.evaluate import paper_tasks
 from maglev.evaluate.paper_tasks import read_rows
 from maglev.evaluate.requests import Request, RequestFile, save_requests
-from maglev.evaluate.table_facts import KEYS
+from maglev.evaluate.table_checks import KEYS
 from maglev.model.accounting import describe
 from maglev.recipes import run_config
 from tests.evaluate.task_files import ITEMS

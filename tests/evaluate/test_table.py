@@ -5,12 +5,15 @@ import io
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from maglev.__main__ import main
 from maglev.evaluate import table_formats
+from maglev.evaluate.paper_tasks import TASKS
 from maglev.evaluate.results import save_result
 from maglev.evaluate.table import ACCURACIES, AVERAGE, FINEWEB, LABELS, OURS, PERPLEXITY, PUBLISHED, make_table
 from maglev.evaluate.table_facts import collect, save_facts
@@ -287,7 +290,7 @@ def test_bad_requests_end_in_one_line(runs: list[Path], tmp_path: Path, capsys: 
     empty = tmp_path / "empty.json"
     save_facts(empty, [])
     for words, line in {
-        (str(bare),): "has no results yet; measure it with 'maglev eval bpb'",
+        (str(bare),): "has no results yet that a table shows; measure it with 'maglev eval bpb'",
         (str(damaged),): "cannot be read",
         (str(other),): "is no file of table facts",
         (str(partial),): "is no file of table facts (a run has no 'recipe')",
@@ -300,3 +303,89 @@ def test_bad_requests_end_in_one_line(runs: list[Path], tmp_path: Path, capsys: 
         capsys.readouterr()
         assert main(["table", *words, "--out", str(tmp_path / "out")]) == 2
         assert line in one_line(capsys)
+
+
+def part_of_tasks(run: Path, names: Sequence[str], accuracy: float, **setting: Any) -> None:
+    """What 'maglev eval tasks --tasks NAMES' leaves."""
+    metrics = {task.name: task.metric for task in TASKS}
+    own = {name: {f"{metrics.get(name, 'acc')}_recurrent": accuracy} for name in names}
+    if "lambada_openai" in own:
+        own["lambada_openai"]["perplexity_recurrent"] = 30.0
+    value = {"recipe": "swa-ssss", "weights": "plain", "passes": None, "memory": "recurrent", "tasks": own}
+    value["setting"] = {"fewshot": None, "max_length": 64} | setting
+    words = [f"{key}-{value}" for key, value in setting.items()]
+    save_result(run, "-".join(["tasks", *words, *names, "recurrent"]), value)
+
+
+def test_tasks_measured_some_at_a_time_come_together_and_other_questions_stay_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, "swa-ssss")
+    names = [task.name for task in TASKS]
+    part_of_tasks(run, names[:1], 0.5)
+    part_of_tasks(run, ["copa"], 0.9)
+    part_of_tasks(run, names[1:2], 0.9, fewshot=5)
+    part_of_tasks(run, names[1:2], 0.9, max_length=32)
+    (line,) = make_table(collect([run]), paper=False).lines
+    assert {key: cell.value for key, cell in line.cells.items()} == {"lambada_openai": 50.0, "lambada_ppl": 30.0}
+    part_of_tasks(run, names[1:], 0.3)
+    (line,) = make_table(collect([run]), paper=False).lines
+    assert {key: cell.value for key, cell in line.cells.items() if key in names[1:]} == dict.fromkeys(names[1:], 30.0)
+    assert line.cells["average"].value == pytest.approx((50 + 7 * 30) / 8)
+    # all of them at once have the last word
+    part_of_tasks(run, names, 0.4)
+    (line,) = make_table(collect([run]), paper=False).lines
+    assert line.cells["piqa"].value == line.cells["average"].value == pytest.approx(40)
+    # what is no task of the table alone is no line
+    other = make_run(tmp_path / "other", "swa-ssss")
+    part_of_tasks(other, ["copa"], 0.9)
+    assert main(["table", str(other), "--out", str(tmp_path / "out")]) == 2
+    assert "has no results yet that a table shows" in one_line(capsys)
+
+
+def test_settings_that_came_after_a_run_do_not_make_another_line(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, "maglev-closed", seed, recurrent=1.2 + seed / 10) for seed in range(3)]
+    facts = collect(runs)
+    del facts[0]["settings"]["objective.noise"], facts[1]["settings"]["objective.steady"]
+    kept = tmp_path / "kept.json"
+    save_facts(kept, facts)
+    (line,) = make_table(collect([kept]), paper=False).lines
+    assert line.seeds == (0, 1, 2) and line.model == "Maglev (closed)"
+    # what was measured is kept as it was
+    assert "objective.noise" not in collect([kept])[0]["settings"]
+    facts[2]["settings"]["objective.noise"] = 0.2
+    save_facts(kept, facts)
+    lines = make_table(collect([kept]), paper=False).lines
+    assert [(line.model, line.seeds) for line in lines] == [
+        ("Maglev (closed), noise 0.0", (0, 1)),
+        ("Maglev (closed), noise 0.2", (2,)),
+    ]
+    # of a recipe that nobody knows any more nothing is filled in
+    for run in facts:
+        run["recipe"] = "maglev-old"
+    save_facts(kept, facts)
+    assert len(make_table(collect([kept]), paper=False).lines) == 3
+
+
+def test_names_do_not_break_markdown_and_latex(tmp_path: Path) -> None:
+    facts = collect([make_run(tmp_path, "swa-ssss", recurrent=1.0)])
+    facts[0]["bpb"][0]["data"] = name = r"a|b_c$^~{\@"
+    table = make_table(facts, paper=False)
+    heading = table_formats.as_markdown(table).splitlines()[0]
+    assert heading.count(" | ") == table_formats.as_markdown(table).splitlines()[1].count(" | ")
+    assert r"a\|b_c" in heading and name in table_formats.as_csv(table)
+    written = r"a|b\_c\$\textasciicircum{}\textasciitilde{}\{\textbackslash{}@ BPB"
+    assert written in table_formats.as_latex(table)
+
+
+def test_recall_alone_is_drawn_and_no_empty_table_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra 'report' of maglev")
+    kept, out = tmp_path / "recall.json", tmp_path / "out"
+    kept.write_text(json.dumps({"rows": recall_rows("swa-ssss")}))
+    assert main(["table", str(kept), "--out", str(out)]) == 0
+    assert "recall by distance is drawn" in capsys.readouterr().out
+    assert [path.name for path in out.iterdir()] == ["recall.svg"]
+    assert main(["table", str(kept), "--out", str(out), "--no-figures"]) == 2
+    assert "recall is a figure; leave --no-figures away" in one_line(capsys)

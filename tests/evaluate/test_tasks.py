@@ -191,6 +191,8 @@ def test_three_steps_are_one_step_to_the_bit(
     # where the run is not at hand any more, its tokenizer does
     assert said(["eval", "tasks", str(data), "--scores", scores], capsys) == once | {"run": str(data)}
     assert set(once["tasks"]) == set(BY_NAME) and 0 <= once["average_recurrent"] <= 1
+    errors = [once["tasks"][task.name][f"{task.metric}_recurrent_stderr"] for task in TASKS]
+    assert once["average_recurrent_stderr"] == pytest.approx(sum(error**2 for error in errors) ** 0.5 / 8)
     assert {
         "items",
         "acc_recurrent",
@@ -259,6 +261,15 @@ def test_the_table_takes_what_was_asked_without_examples(
     assert len(load_results(run, "tasks-paper")) == len(table)
 
 
+def test_weights_that_come_along_are_to_be_exported_first(
+    tasks_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--data", str(tasks_folder), "--limit", "1", "--max-length", "8"]
+    for words in ([], ["--requests", str(tmp_path / "r.safetensors")]):
+        assert main(["eval", "tasks", "maglev-tiny", *common, *words]) == 2
+        assert "'maglev export maglev-tiny OUT' makes a folder to name here" in one_line(capsys)
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -275,6 +286,7 @@ def test_the_table_takes_what_was_asked_without_examples(
         (["--data", "TASKS", "--limit", "1", "--passes", "2"], "--passes goes with --memory refined"),
         (["--data", "TASKS", "--limit", "1", "--batch-rows", "0"], "--batch-rows is 0"),
         (["--data", "TASKS", "--limit", "1", "--reading", "fast"], "--reading is 'fast'"),
+        (["--data", "TASKS", "--limit", "1", "--requests", "TASKS"], "which is a folder; name a file in it"),
         (["--scores", "nowhere.json"], "nowhere.json does not exist"),
         (["--scores", "x", "--limit", "1"], "--limit was settled"),
         (["--scores", "x", "--requests", "y"], "give one of them"),
