@@ -1,12 +1,14 @@
 """What documents say of the small table is what `maglev table` makes of results/small-table.json."""
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from maglev.__main__ import main
 from maglev.evaluate.paper_tasks import TASKS
-from maglev.evaluate.table import AVERAGE, FINEWEB, Cell, Line, make_table
+from maglev.evaluate.table import ACCURACIES, AVERAGE, FINEWEB, PUBLISHED, Cell, Line, make_table
 from maglev.evaluate.table_facts import collect
 from tests.documents import REPOSITORY
 
@@ -106,4 +108,74 @@ def test_what_the_readme_says_of_the_table_is_measured(lines: dict[tuple[str, st
         for line in lines.values()
         if (cell := line.cells.get(AVERAGE.key)) is not None and cell.error is not None
     }
-    assert f"near chance at this size, which would be {chance:.1f}, with a standard error of {error}." in text
+    assert f"near chance at this size, which would be {chance:.1f}, with a standard error of {error}, and " in text
+
+
+# as docs/results.md calls them
+NAMES = {
+    "separate 1": "maglev-separate-1",
+    "shared 0.1": "maglev-shared-0.1",
+    "separate 0.1": "maglev-separate-0.1",
+    "LRT SLSL": "lrt-slsl",
+    "LRT SSSS": "lrt-ssss",
+    "Transformer SLSL": "transformer-slsl",
+    "SWA": "swa-ssss",
+    "shared 1": "maglev-shared-1",
+    "`maglev-closed`": "maglev-closed",
+}
+
+
+def in_order(averages: dict[str, float]) -> str:
+    names = sorted(NAMES, key=lambda name: -averages.get(NAMES[name], 0))
+    return ", ".join(name for name in names if NAMES[name] in averages)
+
+
+def test_what_the_results_say_of_the_tasks_is_measured(lines: dict[tuple[str, str], Line]) -> None:
+    text = " ".join((REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8").split())
+    ours = {
+        line.recipe: [line.cells[column.key].value for column in ACCURACIES]
+        for (model, memory), line in lines.items()
+        if memory == "recurrent" and AVERAGE.key in line.cells and "1522" not in model
+    }
+    theirs = {recipe: list(numbers[2:10]) for recipe, numbers in PUBLISHED.items()}
+    assert f"the paper's order is another: {in_order({name: sum(own) for name, own in theirs.items()})}." in text
+    assert f"Ours, seed 0: {in_order({name: sum(own) for name, own in ours.items()})}." in text
+
+    def ends(values: Iterable[float]) -> tuple[str, str]:
+        known = [*values]
+        return f"{min(known):.1f}", f"{max(known):.1f}"
+
+    by_task = dict(zip((task.name for task in TASKS), zip(*ours.values(), strict=True), strict=True))
+    twice = lines["SWA (SSSS), steps 1522", "recurrent"].cells["lambada_openai"].value
+    first, last = ends(by_task["lambada_openai"])
+    assert f"LAMBADA ({first} to {last}, where a guess gets 0; {twice:.1f} after two passes" in text
+    first, last = ends(by_task["arc_easy"])
+    assert f"ARC-Easy ({first} to {last}, guess 25)" in text
+    near = ("piqa", "hellaswag", "winogrande", "arc_challenge", "social_iqa")
+    assert all(abs(v - 100 * task.chance) < 5 for task in TASKS if task.name in near for v in by_task[task.name])
+    first, last = ends(by_task["boolq"])
+    assert f"it runs from {first} to {last}, and 62.2% of its answers are yes" in text
+    rest = {name: sum(own[:-1]) / 7 for name, own in ours.items()}
+    first, last = ends(rest.values())
+    guess = 100 * sum(task.chance for task in TASKS if task.name != "boolq") / 7
+    assert f"lie between {first} and {last}, by a guess {guess:.1f}, `maglev-closed` first" in text
+    assert max(rest, key=rest.__getitem__) == "maglev-closed" and sorted(rest.values()).index(rest["swa-ssss"]) in (
+        4,
+        5,
+    )
+    first, last = ends(own[-1] for own in theirs.values())
+    assert f"BoolQ moves most, from {first} to {last};" in text
+    spans = [max(each) - min(each) for each in zip(*theirs.values(), strict=True)]
+    assert max(spans) == spans[-1]
+    ahead = [sum(theirs[NAMES[name]][:-1]) for name in ("shared 0.1", "separate 0.1", "separate 1")]
+    assert min(ahead) > max(sum(theirs[name][:-1]) for name in ("lrt-slsl", "lrt-ssss", "transformer-slsl"))
+
+
+def test_answers_of_boolq_are_mostly_yes(shared_folder: Path) -> None:
+    file = shared_folder / "data" / "eval" / "boolq.jsonl"
+    if not file.is_file():
+        pytest.skip("needs the file of BoolQ")
+    answers = [json.loads(line)["answer"] for line in file.read_text(encoding="utf-8").splitlines()]
+    share = 100 * sum(answers) / len(answers)
+    text = " ".join((REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8").split())
+    assert f"{share:.1f}% of its answers are yes, so that who always says no gets {100 - share:.1f}." in text
