@@ -123,7 +123,18 @@ def score(
     found = scored(opened, asked.requests)
     seconds = round(time.monotonic() - began, 1)
     save_scores(out, asked, found, opened.facts)
-    emit(opened.facts | {"scores": str(out), "count": len(found), "seconds": seconds}, as_json, render_scored)
+    facts = opened.facts | {"scores": str(out), "count": len(found), "seconds": seconds}
+    emit(facts | effort_of(opened), as_json, render_scored)
+
+
+def effort_of(opened: "ScoringRun") -> dict[str, Any]:
+    """How many passes a token took, padding included, and how many tokens had to be stepped."""
+    from maglev.evaluate.scoring import RecurrentScorer
+
+    if not isinstance(opened.scorer, RecurrentScorer):
+        return {}
+    effort = opened.scorer.effort
+    return {"passes_per_token": round(effort.passes, 2), "stepped_tokens": effort.stepped}
 
 
 def check_extra() -> None:
@@ -317,10 +328,17 @@ def render_built(value: dict[str, Any]) -> None:
     )
 
 
+def taken(value: dict[str, Any]) -> str:
+    if not value.get("passes_per_token"):
+        return ""
+    stepped = f" and {value['stepped_tokens']:,} single steps" if value["stepped_tokens"] else ""
+    return f", {value['passes_per_token']} passes per token{stepped}"
+
+
 def render_scored(value: dict[str, Any]) -> None:
     console().print(
         f"{value['scores']}: {value['count']:,} scores of {value['run']} with {value['memory']} memories "
-        f"in {value['seconds']:,} s; "
+        f"in {value['seconds']:,} s{taken(value)}; "
         f"aggregate them with 'maglev eval tasks --scores {value['scores']}'",
         markup=False,
     )

@@ -20,7 +20,7 @@ from maglev.evaluate.memories import DEFAULT_PASSES, Source, memories
 from maglev.evaluate.requests import Request, Score
 from maglev.evaluate.runs import load_objective
 from maglev.inference.engine import LanguageModel
-from maglev.inference.ragged import read_rows_
+from maglev.inference.ragged import Effort, read_rows_
 from maglev.inference.reading import PASS_BUDGET
 from maglev.model.decoder import Decoder
 from maglev.objectives.losses import Objective
@@ -128,6 +128,7 @@ class RecurrentScorer(BatchedScorer):
         super().__init__(limits or Limits())
         self.reader, self.decoder = lm.reader, lm.decoder
         self.budget = PASS_BUDGET if reading == "parallel" else 0
+        self.effort = Effort()
 
     def place(self, context: Context, choices: Choices) -> tuple[int, ...]:
         """By what a batch is padded to on a GPU, where every other shape is recorded anew: the length of contexts, how
@@ -140,7 +141,7 @@ class RecurrentScorer(BatchedScorer):
         device = self.decoder.device
         tokens, lengths = padded([context for context, _ in batch], device)
         state = self.reader.initial_state(len(batch))
-        read_rows_(self.reader, tokens, lengths, state, budget=self.budget)
+        read_rows_(self.reader, tokens, lengths, state, budget=self.budget, effort=self.effort)
         choices = [choice for _, own in batch for choice in own]
         parent = torch.tensor([row for row, (_, own) in enumerate(batch) for _ in own], device=device)
         longer = torch.tensor([row for row, choice in enumerate(choices) if len(choice) > 1], device=device).long()
@@ -150,7 +151,7 @@ class RecurrentScorer(BatchedScorer):
             more, counts = padded([choice[:-1] for choice in choices if len(choice) > 1], device)
             forked = state.rows(parent[longer])
             later = before.new_zeros(len(choices), more.shape[1], before.shape[-1])
-            later[longer] = read_rows_(self.reader, more, counts, forked, budget=self.budget)
+            later[longer] = read_rows_(self.reader, more, counts, forked, budget=self.budget, effort=self.effort)
             before = torch.cat((before, later), dim=1)
         inside = torch.arange(before.shape[1]) < torch.tensor([len(choice) for choice in choices])[:, None]
         return self.add_up(before[inside.to(device)], choices)

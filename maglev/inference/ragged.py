@@ -4,6 +4,8 @@ Padding stands after all that is read and attention is causal, so it changes not
 fixed point of parallel passes; here every row settles by itself, and what it reads does not depend on its neighbours.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,20 @@ from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 
 
+@dataclass
+class Effort:
+    """What reading took, padding included: rows that share a batch have as many passes as the slowest of them."""
+
+    tokens: int = 0
+    passed: int = 0
+    stepped: int = 0
+
+    @property
+    def passes(self) -> float:
+        """In the mean, of tokens that were not stepped from the start."""
+        return self.passed / self.tokens if self.tokens else 0.0
+
+
 @torch.inference_mode()
 def read_rows_(
     decoder: Decoder | Reader,
@@ -33,11 +49,13 @@ def read_rows_(
     *,
     budget: int = PASS_BUDGET,
     chunk: int | None = None,
+    effort: Effort | None = None,
 ) -> Tensor:
     """Read the first `lengths` (B,) of tokens (B, T) into `state`, which is rewritten in place. -> memories (B, T, D)
 
-    Those of padding mean nothing. With a budget of 0 passes every token is stepped.
+    Those of padding mean nothing. With a budget of 0 passes every token is stepped. `effort` is added to.
     """
+    effort = effort or Effort()
     check_tokens(tokens, decoder.config.vocab_size)
     assert lengths.shape == (tokens.shape[0],) == (state.batch_size,)
     # rows fill a GPU: one block at a time will do
@@ -47,25 +65,32 @@ def read_rows_(
         part = tokens[:, first : first + size]
         counts = (lengths - first).clamp(0, part.shape[1])
         with alone(decoder):
-            parts.append(read_part_(decoder, part, counts, state, budget))
+            parts.append(read_part_(decoder, part, counts, state, budget, effort))
     return torch.cat(parts, dim=1)
 
 
-def read_part_(decoder: Decoder | Reader, tokens: Tensor, counts: Tensor, state: DecoderState, budget: int) -> Tensor:
+def read_part_(
+    decoder: Decoder | Reader, tokens: Tensor, counts: Tensor, state: DecoderState, budget: int, effort: Effort
+) -> Tensor:
     if budget and decoder.config.memory == "none":
         chunk = chunk_of(decoder, tokens, state)
         memory = chunk.run(None)
         chunk.commit_rows_(state, counts)
+        effort.tokens += tokens.numel()
+        effort.passed += tokens.numel()
         return memory
     memory = state.memory.new_zeros(*tokens.shape, state.memory.shape[-1])
     moving, done = counts > 0, 0
     if budget:
         chunk = chunk_of(decoder, tokens, state)
         memory, moving, done = settle(chunk, memory, counts, min(budget, tokens.shape[1]))
+        effort.tokens += tokens.numel()
+        effort.passed += tokens.numel() * done
         moving = moving & (counts > done)
         chunk.commit_rows_(state, torch.where(moving, done, counts))
     left = moving.nonzero()[:, 0]
     if len(left):
+        effort.stepped += int((counts[left] - done).sum())
         step_rows_(decoder, tokens, counts, state, memory, left, done)
     return memory
 

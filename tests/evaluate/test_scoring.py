@@ -254,4 +254,5 @@ def test_scoring_needs_nothing_but_the_core(trained: Train, tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True)
     said = json.loads(done.stdout)
     assert (said["count"], said["memory"], said["dtype"], said["step"]) == (3, "recurrent", "float32", 6)
+    assert said["passes_per_token"] > 1 and said["stepped_tokens"] == 0
     assert load_scores(tmp_path / "s.json").scores == opened.scorer.score(requests)

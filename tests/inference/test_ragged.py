@@ -11,8 +11,9 @@ from torch import Tensor
 from maglev.inference import fast_read
 from maglev.inference.fast_read import RecordedPasses, Recording, positions_at_once, recorded_shape
 from maglev.inference.fast_step import FastDecoder
-from maglev.inference.ragged import read_rows_
+from maglev.inference.ragged import Effort, read_rows_
 from maglev.inference.reading import BLOCKS, read_
+from maglev.model.chunk import Chunk
 from maglev.model.decoder import Decoder
 from maglev.model.state import DecoderState
 from tests.helpers import assert_same_state, random_tokens, small, step_through
@@ -43,6 +44,28 @@ def test_every_row_ends_as_if_it_were_alone(recipe: str, budget: int, chunk: int
         if length:
             stepped = step_through(decoder, tokens[row : row + 1, :length])
             assert (memory[row : row + 1, :length] - stepped).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("recipe", ["swa-ssss", "maglev-shared-0.1"])
+def test_what_reading_took_is_counted(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = small(recipe, scale=0.3).decoder
+    tokens, lengths = random_tokens(len(LENGTHS), max(LENGTHS)), torch.tensor(LENGTHS)
+    passes, inner = [], Chunk.run
+    monkeypatch.setattr(Chunk, "run", lambda chunk, memory: passes.append(chunk.length) or inner(chunk, memory))
+    effort = Effort()
+    assert effort.passes == 0
+    for _ in range(2):
+        read_rows_(decoder, tokens, lengths, decoder.initial_state(len(LENGTHS)), chunk=11, effort=effort)
+    assert effort.tokens == 2 * tokens.numel() and effort.passed == len(LENGTHS) * sum(passes)
+    assert effort.passes == 1 if recipe == "swa-ssss" else effort.passes > 3
+    # out of budget: what is not exact by then is stepped
+    some = Effort()
+    read_rows_(decoder, tokens, lengths, decoder.initial_state(len(LENGTHS)), budget=3, chunk=37, effort=some)
+    assert some.passes == (1 if recipe == "swa-ssss" else 3)
+    assert some.stepped == (0 if recipe == "swa-ssss" else sum(length - 3 for length in LENGTHS if length > 3))
+    steps = Effort()
+    read_rows_(decoder, tokens, lengths, decoder.initial_state(len(LENGTHS)), budget=0, effort=steps)
+    assert (steps.tokens, steps.passes, steps.stepped) == (0, 0, sum(LENGTHS))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
