@@ -5,7 +5,8 @@
 Requests are those of `maglev eval tasks --requests`; some contexts of them, drawn by a seed, are answered on recurrent
 memories in every way: by single steps or by passes, in the batches of `maglev eval score` or each context alone, in
 float32 and in bfloat16. Told are nats from single steps in float32, nats between the two batches, and of how many
-contexts with several choices another one is the likeliest. A table comes last, then one line of JSON.
+contexts with several choices another one is the likeliest; and how many passes a token took, padding included, which
+is what scoring costs. A table comes last, then one line of JSON.
 """
 
 import argparse
@@ -56,9 +57,12 @@ def apart(found: Tensor, expected: Tensor) -> dict[str, float]:
 
 def measure(run: Path, requests: Sequence[Request], device: torch.device) -> list[dict[str, Any]]:
     scores: dict[tuple[str, ...], Tensor] = {}
+    passes: dict[tuple[str, ...], float] = {}
     for dtype, reading, batch in itertools.product(DTYPES, READINGS[::-1], BATCHES):
         lm = maglev.load(run, device=str(device), dtype=DTYPES[dtype])
-        found = RecurrentScorer(lm, BATCHES[batch], reading).score(requests)
+        scorer = RecurrentScorer(lm, BATCHES[batch], reading)
+        found = scorer.score(requests)
+        passes[dtype, reading, batch] = round(scorer.effort.passes, 3)
         scores[dtype, reading, batch] = torch.tensor([score.logprob for score in found], dtype=torch.float64)
         print(f"{dtype}, {reading}, {batch}: done", file=sys.stderr, flush=True)
     exact = scores["float32", "step", "as usual"]
@@ -68,6 +72,7 @@ def measure(run: Path, requests: Sequence[Request], device: torch.device) -> lis
         usual, best = scores[dtype, reading, "as usual"], best_choices(requests, own)
         row = {"dtype": dtype, "reading": reading, "batch": batch, "from_exact": apart(own, exact)}
         row |= {"from_usual_batch": apart(own, usual), "choices": len(best)}
+        row["passes_per_token"] = passes[dtype, reading, batch]
         row["other_choices"] = sum(mine != theirs for mine, theirs in zip(best, right, strict=True))
         row["other_than_usual_batch"] = sum(
             mine != theirs for mine, theirs in zip(best, best_choices(requests, usual), strict=True)
@@ -77,11 +82,15 @@ def measure(run: Path, requests: Sequence[Request], device: torch.device) -> lis
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    print(f"\n{'precision':10}{'reading':10}{'batch':10}{'nats from exact':>22}{'other batch':>22}{'other choice':>16}")
+    heads = f"{'nats from exact':>22}{'other batch':>22}{'other choice':>16}{'passes':>8}"
+    print(f"\n{'precision':10}{'reading':10}{'batch':10}{heads}")
     for row in rows:
         cells = [f"{row[key]['mean']:.2g}, {row[key]['largest']:.2g}" for key in ("from_exact", "from_usual_batch")]
         flips = f"{row['other_choices']}, {row['other_than_usual_batch']} of {row['choices']}"
-        print(f"{row['dtype']:10}{row['reading']:10}{row['batch']:10}{cells[0]:>22}{cells[1]:>22}{flips:>16}")
+        print(
+            f"{row['dtype']:10}{row['reading']:10}{row['batch']:10}{cells[0]:>22}{cells[1]:>22}{flips:>16}"
+            f"{row['passes_per_token']:8.2f}"
+        )
     print("Nats: mean, largest. Exact: single steps in float32. Other choice: than exact, than in the usual batch.")
 
 

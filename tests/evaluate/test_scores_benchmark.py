@@ -34,6 +34,8 @@ def test_every_way_has_a_row_and_exact_scores_are_at_no_distance(
     assert len(rows) == 8 and all(row["choices"] == 3 for row in rows.values())
     assert rows["float32", "step", "as usual"]["from_exact"] == {"mean": 0, "largest": 0}
     assert rows["float32", "parallel", "alone"]["from_exact"]["largest"] < 1e-4
+    for (dtype, reading, _), row in rows.items():
+        assert row["passes_per_token"] == 0 if reading == "step" else 1 < row["passes_per_token"] < 25, (dtype, row)
     # rounding shows, and is not far
     assert 1e-4 < rows["bfloat16", "step", "as usual"]["from_exact"]["largest"] < 1
 
