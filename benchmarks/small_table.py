@@ -38,6 +38,7 @@ from maglev.__main__ import main as verbs
 from maglev.bench.clock import machine_facts
 from maglev.bench.jobs import Job, work_through
 from maglev.bench.lines import Lines
+from maglev.bench.sources import source_fingerprint
 from maglev.cli.output import finite
 from maglev.config import RunConfig
 from maglev.data.loader import Loader
@@ -69,7 +70,8 @@ def row(arguments: argparse.Namespace) -> int:
         run = (arguments.keep or Path(folder)) / name
         measure = measure_peer if arguments.model in peers.PEERS else measure_recipe
         config, facts = measure(arguments, run, device)
-    facts["machine"] = machine_facts(device, compute_dtype(config, device)) | {"maglev": maglev.__version__}
+    code = {"maglev": maglev.__version__, "sources": source_fingerprint()}
+    facts["machine"] = machine_facts(device, compute_dtype(config, device)) | code
     print(json.dumps(facts))
     return 0
 

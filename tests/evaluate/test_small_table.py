@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from maglev.__main__ import main
+from maglev.bench.sources import source_fingerprint
 from maglev.evaluate import paper_tasks
 from maglev.evaluate.paper_tasks import read_rows
 from maglev.evaluate.requests import Request, RequestFile, save_requests
@@ -74,6 +75,7 @@ def test_rows_make_a_table(
         assert [result["memory"] for result in run["tasks"]] == ["recurrent"] * (name in ("swa-ssss-0", "mamba-2-0"))
         assert run["parameters"] > 0 and run["training_flops"] > 0 and run["tokens_per_second"] > 0
         assert run["machine"]["torch"] == torch.__version__
+        assert run["machine"]["sources"] == source_fingerprint()
     # aggregated answers stay as they are
     before = out.read_bytes()
     assert (
