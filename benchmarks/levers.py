@@ -58,7 +58,8 @@ class LeversConfig(ClosedMaglevConfig):
     stop: where no gradient flows. `carried`: into the memories that a pass on own memories reads; `target`: into Q, to
     bring its memories to P's, or `own_target`, in these passes alone; `memory`: into P, to bring its memories to Q's.
     write_gate: m_t = a m_{t-1} + (1 - a) h_t, with a of every channel from h_t; at the start sigmoid(-4) in the first
-    channel to sigmoid(write_gate) in the last. 0 is no gate.
+    channel to sigmoid(write_gate) in the last. 0 is no gate. write_both: Q's memories are written the same way, by the
+    same gate, so that what P is to come near is something that P could have kept.
     separate: Q has blocks of its own, on P's embedding and readout; P's are then not asked to serve two networks.
     """
 
@@ -79,6 +80,7 @@ class LeversConfig(ClosedMaglevConfig):
     own_next_token: float = 1.0
     stop: str = ""
     write_gate: float = 0.0
+    write_both: bool = False
     separate: bool = False
 
     def __post_init__(self) -> None:
@@ -126,8 +128,28 @@ class WritingDecoder(Decoder):
         fresh = super().run(tokens, positions, previous_memory, *rest)
         if previous_memory is None:
             return fresh
-        keep = torch.sigmoid(self.memory_gate(fresh) + self.offset.to(fresh.dtype))
+        keep = self.kept(fresh)
         return keep * previous_memory.to(fresh.dtype) + (1 - keep) * fresh
+
+    def kept(self, fresh: Tensor) -> Tensor:
+        """The share of the last memory that stays."""
+        return torch.sigmoid(self.memory_gate(fresh) + self.offset.to(fresh.dtype))
+
+
+class WritingPrefiller(SharedPrefiller):
+    """Its memories, too, keep a part of the last one: a recurrence without anything between two steps."""
+
+    def forward(
+        self, tokens: Tensor, decoder: Decoder, starts: Tensor | None = None, embedded: Tensor | None = None
+    ) -> Tensor:
+        fresh = super().forward(tokens, decoder, starts, embedded)
+        assert isinstance(decoder, WritingDecoder) and starts is None
+        keep = decoder.kept(fresh)
+        found, memory = [], torch.zeros_like(fresh[:, 0])
+        for own, new in zip(keep.unbind(1), ((1 - keep) * fresh).unbind(1), strict=True):
+            memory = own * memory + new
+            found.append(memory)
+        return torch.stack(found, dim=1)
 
 
 class LeversObjective(ClosedLoopObjective):
@@ -255,7 +277,8 @@ def build(config: RunConfig) -> LeversObjective:
     if own.separate:
         wanted = SeparateMaglevConfig(prefiller_pattern=own.prefiller_pattern)
         return LeversObjective(decoder, SeparatePrefiller(model, wanted), own)
-    return LeversObjective(decoder, SharedPrefiller(model, own.prefiller_pattern), own)
+    shared = WritingPrefiller if own.write_gate and own.write_both else SharedPrefiller
+    return LeversObjective(decoder, shared(model, own.prefiller_pattern), own)
 
 
 def levers() -> Recipe:

@@ -189,9 +189,14 @@ def run_report(entry: Measured) -> "RunReport":
     }
     checks = [row for row in read_metrics(entry.run) if row["kind"] == "validation" and "contraction_step" in row]
     checked = [row["step"] for row in checks]
-    contraction = {
-        name: Curve(checked, [row[f"contraction_{name}"] for row in checks]) for name in ("pass", "step") if checks
-    }
+    contraction = {}
+    if checks:
+        last = f"{checks[-1]['disturbance_steps']} steps"
+        contraction = {
+            name: Curve(checked, [row["disturbance_left"][place] for row in checks])
+            for name, place in (("one step", 0), (last, -1))
+        }
+        contraction["one pass"] = Curve(checked, [row["contraction_pass"] for row in checks])
     shares = zip(*(row["memory_share"] for row in checks), strict=True)
     return RunReport(
         name=entry.recipe,

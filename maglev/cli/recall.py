@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 STEPS, DEPTH, WINDOW, CONTEXT = 2000, 4, 16, 1024
 ROWS_PER_STEP = 64
 # of the last validation: what a disturbance of the memory comes to, and how much of K/V is memory
-LOOP = ("contraction_pass", "contraction_step", "memory_share")
+LOOP = ("contraction_pass", "contraction_step", "disturbance_left", "disturbance_steps", "memory_share")
 # of a rollout, in layers x W
 REACHES = 4
 # what these say is where and how a run goes, not what it is
@@ -359,6 +359,8 @@ def write_down(value: dict[str, Any], run: Path, results: Path | None, plot: Pat
 def render(value: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from maglev.evaluate.diagnostics import told_of
+
     rows, task = value["rows"], value["task"]
     sources = list(dict.fromkeys(row["memory"] for row in rows))
     cells = {(row["distance"], row["memory"]): row for row in rows}
@@ -379,10 +381,9 @@ def render(value: dict[str, Any]) -> None:
     beyond = [value[f"recall_{source}"] for source in sources]
     table.add_row("beyond 1", "", *(f"{number:.3f}" for number in beyond), style="bold")
     out.print(table)
-    if value["loop"].get("contraction_step") is not None:
-        out.print(
-            f"of a disturbance of the memory a step of the recurrence leaves {value['loop']['contraction_step']:.2f}"
-        )
+    # runs of before have no curve
+    if value["loop"].get("disturbance_left"):
+        out.print(told_of(value["loop"]))
     if gained:
         out.print(
             "'gain': nats that the value costs more if another needle stood in its place; 0: nothing was remembered",

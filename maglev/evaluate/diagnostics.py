@@ -1,7 +1,7 @@
 """Whether the loop will hold: how much a disturbance of the memory shrinks, and how much memory there is in K/V."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +24,31 @@ LENGTH, STEPS = 128, 16
 
 @dataclass(frozen=True)
 class LoopDiagnostics:
-    """`contraction_pass`: what one parallel pass leaves of a disturbance of all memories. `contraction_step`: what one
-    step of the recurrence leaves of a disturbance of m, the mean over STEPS steps. Below 1 errors die out, above 1 they
-    grow. `memory_share`: of the length of mixed keys and values, the part that comes from memory, per layer, where
-    there is one to read; none where nothing is mixed. Rows of less than three tokens show nothing.
+    """`contraction_pass`: what one parallel pass leaves of a disturbance of all memories. `disturbance_left`: what is
+    left in all of a disturbance of m after 1, 2, 4 and so on up to STEPS steps of the recurrence. `contraction_step`:
+    the same after the last of them as a mean rate per step. It is no rate of any one step: the first takes most, and
+    keys and values in the windows then bring back what was disturbed. Below 1 what errors leave dies out, above 1 it
+    grows; that P goes where Q would is told by the gap, not by this. `memory_share`: of the length of mixed keys and
+    values, the part that comes from memory, per layer, where there is one to read; none where nothing is mixed. Rows of
+    less than three tokens show nothing.
     """
 
     contraction_pass: float
     contraction_step: float
+    disturbance_left: list[float]
+    # how many steps the last of these took
+    disturbance_steps: int
     memory_share: list[float]
+
+
+def told_of(loop: Mapping[str, Any]) -> str:
+    """What is left of a disturbance, in words; `loop` are the diagnostics as metrics have them."""
+    # what is no number stands in JSON as null
+    left = ["nan" if value is None else f"{value:.2g}" for value in loop["disturbance_left"]]
+    if not left:
+        return "too short a row to disturb the memory"
+    later = f", {left[-1]} after {loop['disturbance_steps']}" if len(left) > 1 else ""
+    return f"of a disturbance of the memory {left[0]} is left after a step{later}"
 
 
 @torch.no_grad()
@@ -42,7 +58,7 @@ def loop_diagnostics(decoder: Decoder, tokens: Tensor) -> LoopDiagnostics:
     """On the decoder's own memories of tokens (B, T), of which it takes the first LENGTH + STEPS."""
     tokens = tokens[:, : LENGTH + STEPS]
     if tokens.shape[1] < 3:
-        return LoopDiagnostics(math.nan, math.nan, [])
+        return LoopDiagnostics(math.nan, math.nan, [], 0, [])
     # the first position reads no memory, so one pass takes two of them
     steps = min(STEPS, tokens.shape[1] // 2)
     before = tokens[:, : tokens.shape[1] - steps]
@@ -55,15 +71,20 @@ def loop_diagnostics(decoder: Decoder, tokens: Tensor) -> LoopDiagnostics:
             undisturbed = decoder(before, shift_right(memory))
         moved = decoder(before, shift_right(memory + noise)) - undisturbed
         left = after_steps(decoder, tokens, steps, noise[:, -1])
+    # 1, 2, 4 and so on, and the last
+    told = sorted({1 << power for power in range(steps.bit_length())} | {steps})
     return LoopDiagnostics(
         contraction_pass=float(moved.norm() / noise[:, :-1].norm()),
-        contraction_step=math.exp(left / steps),
+        contraction_step=math.exp(left[-1] / steps),
+        disturbance_left=[math.exp(left[step - 1]) for step in told],
+        disturbance_steps=steps,
         memory_share=[float(share) for share in shares],
     )
 
 
-def after_steps(decoder: Decoder, tokens: Tensor, steps: int, noise: Tensor) -> float:
-    """log(||difference|| / ||noise||) after so many steps from two states that differ by noise (B, D) in the memory.
+def after_steps(decoder: Decoder, tokens: Tensor, steps: int, noise: Tensor) -> list[float]:
+    """log(||difference|| / ||noise||) after each of so many steps from two states that differ by noise (B, D) in the
+    memory.
 
     What is left would soon be less than rounding. So after every step the difference of the two states is made as large
     as the noise again, all of it by one factor: as long as it is small, that changes nothing but its size.
@@ -73,7 +94,7 @@ def after_steps(decoder: Decoder, tokens: Tensor, steps: int, noise: Tensor) -> 
         decoder.step_(token, state)
     disturbed = state.clone()
     disturbed.memory = disturbed.memory + noise
-    size, shrunk, left = float(noise.norm()), 0.0, -math.inf
+    size, shrunk, left = float(noise.norm()), 0.0, list[float]()
     for token in tokens[:, tokens.shape[1] - steps :].T:
         decoder.step_(token, state)
         decoder.step_(token, disturbed)
@@ -82,10 +103,10 @@ def after_steps(decoder: Decoder, tokens: Tensor, steps: int, noise: Tensor) -> 
         whole = math.hypot(*apart)
         if not math.isfinite(whole):
             # weights that have diverged
-            return math.nan
-        if not apart[0]:
-            return -math.inf
-        left = shrunk + math.log(apart[0] / size)
+            return left + [math.nan] * (steps - len(left))
+        if not whole:
+            return left + [-math.inf] * (steps - len(left))
+        left.append(shrunk + math.log(apart[0] / size) if apart[0] else -math.inf)
         factor = size / whole
         shrunk -= math.log(factor)
         for ours, theirs in pairs:

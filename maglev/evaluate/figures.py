@@ -81,12 +81,14 @@ def consistency_figure(runs: Sequence[RunReport]) -> str:
     return render("consistency loss over steps", draw)
 
 
+CONTRACTION_STYLES = ("-", ":", "--")
+
+
 def contraction_figure(runs: Sequence[RunReport]) -> str:
     def draw(axes: "Axes", run: RunReport, colour: str) -> None:
-        for name, style in (("step", "-"), ("pass", "--")):
-            if name in run.contraction:
-                curve, label = run.contraction[name], f"{run.label}, one {name}"
-                axes.plot(curve.x, curve.y, style, marker="o", color=colour, linewidth=LINE, label=label)
+        for (name, curve), style in zip(run.contraction.items(), CONTRACTION_STYLES, strict=False):
+            label = f"{run.label}, {name}"
+            axes.plot(curve.x, curve.y, style, marker="o", color=colour, linewidth=LINE, label=label)
 
     title = "what is left of a disturbance of the memory"
     return over_steps(runs, title, "left of a disturbance", draw, level=1, bottom=0)

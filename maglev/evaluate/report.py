@@ -127,8 +127,9 @@ def plots(content: Report) -> Iterator[str]:
         yield figure(
             contraction_figure(runs),
             "Whether the loop holds",
-            "What is left of a small disturbance of the memory after one step of the recurrence, and after one "
-            "parallel pass. Below 1 the decoder's own errors die out, above 1 they grow.",
+            "What is left of a small disturbance of the memory after one step of the recurrence, after some more, and "
+            "after one parallel pass. Below 1 what an error leaves dies out, above 1 it grows. Whether the memory is "
+            "the right one is told by the next figure, not by this.",
         )
     if any(run.gap is not None for run in runs):
         yield figure(

@@ -18,7 +18,7 @@ from maglev import checkpoint, files
 from maglev.config import RunConfig
 from maglev.data.loader import Batch
 from maglev.errors import RequestError, WorkError
-from maglev.evaluate.diagnostics import loop_diagnostics
+from maglev.evaluate.diagnostics import loop_diagnostics, told_of
 from maglev.model.accounting import objective_flops, training_steps
 from maglev.objectives import Objective
 from maglev.objectives.lrt import LRTObjective
@@ -345,7 +345,7 @@ class Trainer:
         self.metrics.append({"kind": "validation", "step": step} | named | loop)
         shown = ", ".join(f"{source} {value:.4f}" for source, value in values.items())
         if loop:
-            shown += f"; of a disturbance a step leaves {loop['contraction_step']:.2f}"
+            shown += f"; {told_of(loop)}"
         self.watch.say(f"step {step}: {validation.words} {shown}")
 
     def measure_loop(self, objective: Objective, validation: Validation) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from maglev.__main__ import main
+from maglev.cli.recall import LOOP
 from maglev.config import ClosedMaglevConfig
 from maglev.runs import read_config, read_metrics
 from tests.processes import ROOT
@@ -64,9 +65,7 @@ def test_a_recipe_is_trained_and_measured_a_run_only_measured(
     for row in on_the_way:
         assert row["recall_recurrent_minus_lifted"] == row["recall_recurrent"] - row["recall_lifted"]
         assert row["contraction_step"] >= 0 and row["contraction_pass"] >= 0 and len(row["memory_share"]) == 1
-    assert first["loop"] == {
-        key: on_the_way[-1][key] for key in ("contraction_pass", "contraction_step", "memory_share")
-    }
+    assert first["loop"] == {key: on_the_way[-1][key] for key in LOOP}
     assert Path(first["plot"]) == run / "recall.svg" and "<svg" in (run / "recall.svg").read_text()
     # the run is finished: the same again trains nothing and finds the same
     again = run_json([RECIPE, *TINY, "--out", str(run), "--results", str(results)], capsys)

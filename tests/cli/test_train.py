@@ -76,7 +76,7 @@ def test_without_json_a_line_for_people(data: Path, tmp_path: Path, capsys: pyte
         lines[-2],
     )
     assert re.fullmatch(
-        r"step 6: bits per byte recurrent \d\.\d{4}, lifted \d\.\d{4}; of a disturbance a step leaves \d\.\d\d",
+        r"step 6: bits per byte recurrent \d\.\d{4}, lifted \d\.\d{4}; of a disturbance of the memory \S+ is left after a step, \S+ after \d+",
         lines[-1],
     )
 

@@ -1,11 +1,12 @@
 """What the loop's diagnostics say about decoders whose loops are known."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from maglev.evaluate.diagnostics import DISTURBANCE, loop_diagnostics
+from maglev.evaluate.diagnostics import DISTURBANCE, loop_diagnostics, told_of
 from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
 from tests.helpers import random_tokens, small, step_through
@@ -42,6 +43,7 @@ def test_without_memory_projections_nothing_is_carried() -> None:
             projection.weight.zero_()
     found = loop_diagnostics(decoder, random_tokens(2, 30))
     assert (found.contraction_pass, found.contraction_step) == (0.0, 0.0)
+    assert found.disturbance_left == [0.0] * 4 + [0.0] and found.disturbance_steps == 15
     assert found.memory_share == [0.0] * decoder.config.depth
 
 
@@ -55,12 +57,16 @@ def test_fast_contraction_is_not_lost_in_rounding(scale: float) -> None:
     disturbed = state.clone()
     noise = torch.randn((2, 24, decoder.config.width), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     disturbed.memory = disturbed.memory + 1e-5 * noise[:, -1]
+    left = []
     with torch.no_grad():
         for token in tokens[:, 24:].T:
             decoder.step_(token, state)
             decoder.step_(token, disturbed)
-    left = (disturbed.memory - state.memory).norm() / (1e-5 * noise[:, -1]).norm()
-    expected = float(left) ** (1 / 16)
+            left.append(float((disturbed.memory - state.memory).norm() / (1e-5 * noise[:, -1]).norm()))
+    found = loop_diagnostics(decoder, tokens)
+    assert found.disturbance_left == pytest.approx([left[0], left[1], left[3], left[7], left[15]], rel=0.1)
+    assert found.disturbance_steps == 16
+    expected = left[-1] ** (1 / 16)
     assert loop_diagnostics(decoder, tokens).contraction_step == pytest.approx(expected, rel=0.02)
     assert loop_diagnostics(decoder_with(scale, torch.float32), tokens).contraction_step == pytest.approx(
         expected, rel=0.05
@@ -72,7 +78,10 @@ def test_diverged_weights_are_told_and_stop_nothing(value: float) -> None:
     decoder = decoder_with(0.5, torch.float32)
     with torch.no_grad():
         decoder.injection.memory_value_proj.weight.fill_(value)  # type: ignore[union-attr]
-    assert not loop_diagnostics(decoder, random_tokens(2, 40)).contraction_step < 1
+    found = loop_diagnostics(decoder, random_tokens(2, 40))
+    assert not found.contraction_step < 1 and not found.disturbance_left[-1] < 1
+    left = None if math.isnan(found.disturbance_left[-1]) else found.disturbance_left[-1]
+    assert "after 16" in told_of(asdict(found) | {"disturbance_left": [left, left]})
 
 
 def test_short_rows_say_what_they_can() -> None:
@@ -85,6 +94,10 @@ def test_short_rows_say_what_they_can() -> None:
     for length in (1, 2):
         found = loop_diagnostics(decoder, random_tokens(2, length))
         assert math.isnan(found.contraction_pass) and math.isnan(found.contraction_step) and not found.memory_share
+        assert found.disturbance_left == [] and "too short" in told_of(asdict(found))
+    one = loop_diagnostics(decoder, random_tokens(2, 3))
+    assert len(one.disturbance_left) == one.disturbance_steps == 1
+    assert told_of(asdict(one)) == f"of a disturbance of the memory {one.disturbance_left[0]:.2g} is left after a step"
 
 
 def test_shares_follow_the_gates() -> None:
