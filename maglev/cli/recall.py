@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 STEPS, DEPTH, WINDOW, CONTEXT = 2000, 4, 16, 1024
 ROWS_PER_STEP = 64
+# that are measured
+ROWS = 256
 # of the last validation: what a disturbance of the memory comes to, and how much of K/V is memory
 LOOP = ("contraction_pass", "contraction_step", "disturbance_left", "disturbance_steps", "memory_share")
 # of a rollout, in layers x W
@@ -63,7 +65,7 @@ def recall(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of a recipe.")
     ] = None,
     rates: Annotated[float | None, typer.Option("--rates", help="All learning rates times this. [default: 1]")] = None,
-    rows: Annotated[int, typer.Option("--rows", help="Rows to measure on.")] = 256,
+    rows: Annotated[int, typer.Option("--rows", help="Rows to measure on.")] = ROWS,
     passes: Annotated[int | None, typer.Option("--passes", help="Of refined memories. [default: 3]")] = None,
     device: Device = "auto",
     out: Annotated[
@@ -119,8 +121,20 @@ def recall(
         task = task_of(run, task_changes)
         text = open_text(task, data, run)
     value = measure(run, task, text, None if new else context, rows, passes, device)
-    keep(run, f"recall-{value['task']['variant']}-{value['task']['pairs']}-{value['context']}", value)
+    # a part of the rows is no result to keep
+    if rows >= ROWS:
+        keep(run, kept_name(value), value)
     emit(write_down(value, run, results, plot), as_json, render)
+
+
+def kept_name(value: dict[str, Any]) -> str:
+    """Of the file in the run's folder: other questions take no other's place."""
+    from maglev.data.recall import RecallConfig
+
+    task, usual = value["task"], RecallConfig().to_dict()
+    words = [task["variant"], task["pairs"], value["context"]]
+    words += [f"{key}-{task[key]}" for key in ("query_share", "spread", "keys", "values") if task[key] != usual[key]]
+    return "-".join(["recall", *map(str, words)])
 
 
 def default_settings(context: int, window: int, steps: int, seed: int, tokens_per_step: int = 0) -> dict[str, Any]:
@@ -262,11 +276,12 @@ def measure(
     from maglev.evaluate.recall import plain_reach, recall_sources
     from maglev.evaluate.recall import recall as measure_recall
     from maglev.evaluate.recall_results import result_rows
-    from maglev.evaluate.runs import load_objective
+    from maglev.evaluate.runs import has_prefiller, load_objective
     from maglev.runs import RECALL, read_metrics
     from maglev.train.distributed import resolve_device
 
-    config, objective, step = load_objective(run, resolve_device(device, setting="--device"), say)
+    place = resolve_device(device, setting="--device")
+    config, objective, step = load_objective(run, place, say, with_prefiller=has_prefiller(run, say))
     rows = recall_rows(task, "validation", context or config.model.context, 0, text)
     if text is None and task.vocab_size > config.model.vocab_size:
         raise RequestError(
@@ -295,6 +310,7 @@ def measure(
         found,
         steps=step,
         seconds=seconds,
+        rows=None if count == ROWS else count,
         settings=changed_settings(config, on_text),
         trained=trained_otherwise(run, config, task, rows.context),
         text={"data": text.folder.resolve().name, "trained_on": "text" if on_text else "needles"} if text else {},

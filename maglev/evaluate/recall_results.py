@@ -48,13 +48,15 @@ def result_rows(
     steps: int,
     seconds: float,
     settings: dict[str, Any],
+    rows: int | None = None,
     text: Row | None = None,
     trained: Row | None = None,
     gains: Mapping[tuple[str, str], Row] | None = None,
 ) -> list[Row]:
     """`settings` are those in which the run differs from its recipe's defaults. Of needles, `text` says what they lie
     in and whether the run was trained on them, and `gains` what they are worth, by memory source and distance.
-    `trained` is in what the run's own task differs from what is asked: without it, two runs would be one row."""
+    `trained` is in what the run's own task differs from what is asked: without it, two runs would be one row. `rows` is
+    how many were measured, where that is not the usual number: it is another measure then."""
     facts: Row = {"recipe": config.recipe, "variant": task.variant, "pairs": task.pairs, "chance": task.chance}
     facts |= {"query_share": task.query_share, "spread": task.spread, "context": context}
     facts |= {"depth": config.model.depth, "width": config.model.width, "window": config.model.window}
@@ -62,6 +64,7 @@ def result_rows(
     facts |= {"trained": trained} if trained else {}
     # told since there were others
     facts |= {"keys": task.keys} if task.keys != RecallConfig.keys else {}
+    facts |= {} if rows is None else {"rows": rows}
     facts["training_flops"] = round(3 * objective_flops(config) * config.train.tokens_per_step * steps)
     facts["training_seconds"] = round(seconds, 1)
     facts["cost"] = round(objective_flops(config) / objective_flops(papers(config)), 3)
@@ -235,7 +238,9 @@ def groups(
         if named_by_task:
             words += [first["memory"], *([f"{first['variant']} {first['pairs']}"] if len(tasks) > 1 else [])]
         words += [f"trained with {key} {value}" for key, value in first.get("trained", {}).items()]
-        words += [f"{first['keys']} keys"] if "keys" in first and len({row.get("keys") for row in every}) > 1 else []
+        for key, says in (("keys", "{} keys"), ("rows", "{} rows"), ("query_share", "questions at {} of the places")):
+            differ = len({row.get(key) for row in every}) > 1
+            words += [says.format(first[key])] if key in first and differ else []
         words += ["trained on text"] if first.get("trained_on") == "text" else []
         words += [f"{key.split('.')[-1]} {shown(value)}" for key, value in first["settings"].items() if key in telling]
         named.append((", ".join(words), group))

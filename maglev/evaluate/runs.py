@@ -30,7 +30,8 @@ def load_objective(
 ) -> tuple[RunConfig, Objective, int]:
     """Configuration, objective and step of the newest whole checkpoint; bfloat16 arithmetic on a GPU.
 
-    Without its prefiller an objective has the decoder's own memories alone, and an exported run has no other.
+    Without its prefiller an objective has the decoder's own memories alone, and an exported run may have no other
+    (`has_prefiller`).
     `weights` in 8 bits are the decoder's, as `maglev.load` rounds them, and go without a prefiller: nobody rounds that.
     """
     assert weights == "plain" or not with_prefiller
@@ -49,6 +50,12 @@ def load_objective(
         objective.decoder.embedding.compute_dtype = torch.bfloat16
     objective.decoder = rounded(objective.decoder, weights)
     return config, objective, found.step
+
+
+def has_prefiller(run: Path, report: Callable[[str], None]) -> bool:
+    """Whether the newest checkpoint still holds one: an export may have been made without."""
+    found = newest(run, report)
+    return found is None or "prefiller" in found.stems
 
 
 def read_recall(run: Path) -> RecallConfig:

@@ -12,6 +12,7 @@ import pytest
 from maglev.__main__ import main
 from maglev.cli.recall import LOOP
 from maglev.config import ClosedMaglevConfig
+from maglev.evaluate.recall_results import curves
 from maglev.runs import read_config, read_metrics
 from tests.processes import ROOT
 from tests.small_runs import Train, one_line
@@ -86,6 +87,37 @@ def test_a_recipe_is_trained_and_measured_a_run_only_measured(
     assert main(["eval", "recall", *arguments]) == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "plain reach 3, chance 0.031" in words and "refined (3 passes)" in words and "beyond 1" in words
+
+
+def test_other_questions_take_no_others_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, results = tmp_path / "run", tmp_path / "recall.json"
+    usual = [word for word in TINY if word not in ("--rows", "8")]
+    first = run_json([RECIPE, *usual, "--out", str(run), "--results", str(results)], capsys)
+    again = [str(run), "--device", "cpu", "--results", str(results)]
+    kept = run / "eval" / "recall-pairs-2-32.json"
+    assert json.loads(kept.read_text())["rows"] == first["rows"] and not any("rows" in row for row in first["rows"])
+    # fewer rows are another measure, and none to keep in the run
+    fewer = run_json([*again, "--rows", "3"], capsys)
+    assert all(row["rows"] == 3 for row in fewer["rows"])
+    # other questions are kept beside the usual ones
+    sparse = run_json([*again, "--query-share", "0.1"], capsys)
+    names = {path.name for path in (run / "eval").iterdir()}
+    assert names == {kept.name, "recall-pairs-2-32-query_share-0.1.json"}
+    assert json.loads(kept.read_text())["rows"] == first["rows"]
+    every = json.loads(results.read_text())["rows"]
+    assert every == [*first["rows"], *fewer["rows"], *sparse["rows"]]
+    labels = [name for name, *_ in curves(every)]
+    assert len(set(labels)) == len(labels) / len(SOURCES) == 3
+
+
+def test_an_export_without_its_prefiller_is_asked_for_needles_on_its_own_memories(
+    trained: Train, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "export"
+    assert main(["export", str(trained(RECIPE)), str(out), "--without-prefiller"]) == 0
+    words = [str(out), "--variant", "needles", "--data", str(data), "--pairs", "1", "--keys", "4", "--values", "4"]
+    found = run_json([*words, "--context", "128", "--rows", "2", "--device", "cpu"], capsys)
+    assert {row["memory"] for row in found["rows"]} == {"recurrent", "refined"}
 
 
 def test_another_runs_rows_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,8 @@ def test_without_json_a_line_for_people(data: Path, tmp_path: Path, capsys: pyte
         lines[-2],
     )
     assert re.fullmatch(
-        r"step 6: bits per byte recurrent \d\.\d{4}, lifted \d\.\d{4}; of a disturbance of the memory \S+ is left after a step, \S+ after \d+",
+        r"step 6: bits per byte recurrent \d\.\d{4}, lifted \d\.\d{4}; "
+        r"of a disturbance of the memory \S+ is left after a step, \S+ after \d+",
         lines[-1],
     )
 
