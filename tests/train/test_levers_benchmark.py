@@ -243,6 +243,21 @@ def test_a_write_gate_steps_as_it_passes_and_keeps_what_it_is_told() -> None:
 
 
 @pytest.mark.usefixtures("script")
+def test_memories_of_both_may_be_written_by_the_gate() -> None:
+    plain, both = levers(write_gate=3.0), levers(write_gate=3.0, write_both=True)
+    tokens, targets = batch_of(2, 20)
+    fresh = plain.prefiller(tokens, plain.decoder)
+    keep, memory = plain.decoder.kept(fresh), torch.zeros_like(fresh[:, 0])
+    found = both.prefiller(tokens, both.decoder)
+    for position in range(20):
+        memory = keep[:, position] * memory + (1 - keep[:, position]) * fresh[:, position]
+        torch.testing.assert_close(found[:, position], memory, rtol=0, atol=1e-12)
+    assert_parallel_is_stepped(both.decoder, (1, 5, 24))
+    for name, gradient in gradients(both(tokens, targets).total, both).items():
+        assert gradient.abs().max() > 0, name
+
+
+@pytest.mark.usefixtures("script")
 def test_a_separate_prefiller_starts_as_the_shared_one_and_learns_by_itself() -> None:
     shared, separate = (build("levers", **SHAPE, objective_separate=own) for own in (False, True))
     tokens, targets = batch_of(2, 20)
