@@ -101,6 +101,13 @@ def test_recall_is_shown_by_distance(results: ModuleType) -> None:
     assert head.endswith("| seeds | cost | memory | 0-1 | 1-2 |")
     assert lifted.endswith("| 1 | 0.50 | lifted | 1.000 |  |")
     assert recurrent.endswith("| 2 | 0.50 | recurrent | 0.600 | 0.250 |")
+    # asked otherwise it is another line
+    other = [row | {"query_share": 0.1, "trained": {"query_share": 0.75}} for row in rows[1:2]]
+    *_, recurrent, sparse = results.recall({"rows": rows + other}).splitlines()
+    assert recurrent.endswith("| 2 | 0.50 | recurrent | 0.600 | 0.250 |") and sparse.endswith(
+        "| recurrent | 0.500 |  |"
+    )
+    assert "questions at 0.1 of the places, trained with query_share 0.75" in sparse
 
 
 def test_options_and_lengths_are_shown(results: ModuleType) -> None:

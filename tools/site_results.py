@@ -12,6 +12,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "results"
+# of the places for questions of recall that hold one
+USUAL_SHARE = 0.75
 MARK = re.compile(r"<!-- results(?:: (\w+))? -->")
 Content = dict[str, Any]
 
@@ -63,6 +65,10 @@ def recall(content: Content) -> str:
             f"depth {row['depth']}, W {row['window']}, {row['pairs']} pairs ({row['variant']}), {row['steps']} steps"
         )
         changed = [f"{key}={value}" for key, value in row["settings"].items()]
+        # asked otherwise than usual, or than in training
+        if row.get("query_share", USUAL_SHARE) != USUAL_SHARE:
+            changed.append(f"questions at {row['query_share']} of the places")
+        changed += [f"trained with {key} {value}" for key, value in row.get("trained", {}).items()]
         name = (", ".join([f"`{row['recipe']}`", shape, *changed]), f"{row['cost']:.2f}", row["memory"])
         found.setdefault(name, {}).setdefault(row["distance"], []).append(row["accuracy"])
     distances = list(dict.fromkeys(row["distance"] for row in content["rows"]))
