@@ -24,12 +24,13 @@ from maglev import objectives
 from maglev.__main__ import main
 from maglev.config import OBJECTIVE_KINDS, ClosedMaglevConfig, RunConfig, SeparateMaglevConfig
 from maglev.model.decoder import Decoder
-from maglev.model.layers import Linear
+from maglev.model.layers import MLP, Linear, Readout
 from maglev.model_config import ModelConfig
 from maglev.objectives.closed_loop import ClosedLoopObjective
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss, token_mean
 from maglev.objectives.prefiller import Prefiller, SeparatePrefiller, SharedPrefiller
 from maglev.objectives.sweeps import Sweeps, scatter
+from maglev.ops.inject import rms_norm
 from maglev.recipes import RECIPES, Recipe
 from maglev.values import require
 
@@ -60,6 +61,7 @@ class LeversConfig(ClosedMaglevConfig):
     write_gate: m_t = a m_{t-1} + (1 - a) h_t, with a of every channel from h_t; at the start sigmoid(-4) in the first
     channel to sigmoid(write_gate) in the last. 0 is no gate. write_both: Q's memories are written the same way, by the
     same gate, so that what P is to come near is something that P could have kept.
+    head: an MLP between memory and readout, for Q too, so that what is predicted need not stand in what is carried.
     separate: Q has blocks of its own, on P's embedding and readout; P's are then not asked to serve two networks.
     """
 
@@ -81,6 +83,7 @@ class LeversConfig(ClosedMaglevConfig):
     stop: str = ""
     write_gate: float = 0.0
     write_both: bool = False
+    head: bool = False
     separate: bool = False
 
     def __post_init__(self) -> None:
@@ -134,6 +137,25 @@ class WritingDecoder(Decoder):
     def kept(self, fresh: Tensor) -> Tensor:
         """The share of the last memory that stays."""
         return torch.sigmoid(self.memory_gate(fresh) + self.offset.to(fresh.dtype))
+
+
+class HeadedReadout(Readout):
+    """The last memory through one more MLP of its own; what that finds is predicted and not carried."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config.width, config.vocab_size, config.logit_softcap)
+        self.head = MLP(config.width)
+
+    def found(self, memory: Tensor) -> Tensor:
+        return rms_norm(memory + self.head(memory))
+
+    def forward(self, memory: Tensor) -> Tensor:
+        return super().forward(self.found(memory))
+
+
+def loss_of(decoder: Decoder, memory: Tensor, targets: Tensor) -> Tensor:
+    readout = decoder.readout
+    return next_token_loss(decoder, readout.found(memory) if isinstance(readout, HeadedReadout) else memory, targets)
 
 
 class WritingPrefiller(SharedPrefiller):
@@ -201,7 +223,7 @@ class LeversObjective(ClosedLoopObjective):
             total = config.late_lifted * total + rows / len(tokens) * found
             prefiller_weight = prefiller_weight if config.late_prefiller < 0 else config.late_prefiller
         if prefiller_weight:
-            total = total + prefiller_weight * next_token_loss(self.decoder, target_memory, targets)
+            total = total + prefiller_weight * loss_of(self.decoder, target_memory, targets)
         return Losses(total, lifted.next_token, lifted.consistency)
 
     def on_own_memories(
@@ -241,7 +263,7 @@ class LeversObjective(ClosedLoopObjective):
     def weighed(
         self, memory: Tensor, target_memory: Tensor, targets: Tensor, share: float, stop: str, weight: float
     ) -> Losses:
-        next_token = next_token_loss(self.decoder, memory, targets)
+        next_token = loss_of(self.decoder, memory, targets)
         target_memory = target_memory.detach() if {stop, "target"} & set(self.stops) else target_memory
         memory = memory.detach() if "memory" in self.stops else memory
         apart = token_mean(self.consistency(memory, target_memory), targets)
@@ -274,6 +296,8 @@ def build(config: RunConfig) -> LeversObjective:
     own, model = config.objective, config.model
     assert isinstance(own, LeversConfig)
     decoder = WritingDecoder(model, own.write_gate) if own.write_gate else Decoder(model)
+    if own.head:
+        decoder.readout = HeadedReadout(model)
     if own.separate:
         wanted = SeparateMaglevConfig(prefiller_pattern=own.prefiller_pattern)
         return LeversObjective(decoder, SeparatePrefiller(model, wanted), own)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from maglev import config, objectives, recipes
@@ -254,6 +255,24 @@ def test_memories_of_both_may_be_written_by_the_gate() -> None:
         torch.testing.assert_close(found[:, position], memory, rtol=0, atol=1e-12)
     assert_parallel_is_stepped(both.decoder, (1, 5, 24))
     for name, gradient in gradients(both(tokens, targets).total, both).items():
+        assert gradient.abs().max() > 0, name
+
+
+@pytest.mark.usefixtures("script")
+def test_a_head_predicts_what_is_not_carried() -> None:
+    plain, headed = (build("levers", **SHAPE, objective_head=own) for own in (False, True))
+    tokens, targets = batch_of(2, 20)
+    # an MLP that writes nothing yet changes nothing
+    torch.testing.assert_close(headed(tokens, targets).total, plain(tokens, targets).total)
+    objective = levers(head=True)
+    memory = objective.lifted(tokens)[0]
+    assert torch.equal(memory, levers().lifted(tokens)[0])
+    logits = objective.decoder.readout(memory)
+    assert (logits - levers().decoder.readout(memory)).abs().max() > 1e-3
+    # what is trained is what is read out
+    nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    assert abs(objective(tokens, targets).next_token - nats) < 1e-9
+    for name, gradient in gradients(objective(tokens, targets).total, objective).items():
         assert gradient.abs().max() > 0, name
 
 
