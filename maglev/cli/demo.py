@@ -187,7 +187,7 @@ def run_report(entry: Measured) -> "RunReport":
         )
         for source, found in entry.results.items()
     }
-    checks = [row for row in read_metrics(entry.run) if row["kind"] == "validation" and "contraction_step" in row]
+    checks = [row for row in read_metrics(entry.run) if row["kind"] == "validation" and "disturbance_left" in row]
     checked = [row["step"] for row in checks]
     contraction = {}
     if checks:

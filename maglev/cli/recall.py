@@ -65,7 +65,7 @@ def recall(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of a recipe.")
     ] = None,
     rates: Annotated[float | None, typer.Option("--rates", help="All learning rates times this. [default: 1]")] = None,
-    rows: Annotated[int, typer.Option("--rows", help="Rows to measure on.")] = ROWS,
+    rows: Annotated[int, typer.Option("--rows", help="Rows to measure on; fewer are not kept in the run.")] = ROWS,
     passes: Annotated[int | None, typer.Option("--passes", help="Of refined memories. [default: 3]")] = None,
     device: Device = "auto",
     out: Annotated[
