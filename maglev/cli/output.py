@@ -55,6 +55,15 @@ def check_place(option: str, path: "Path") -> None:
         raise RequestError(f"{option} {path} cannot be written ({error.strerror}); name another place") from None
 
 
+def check_folder(option: str, path: "Path") -> None:
+    """Whether files can be written there."""
+    from maglev.errors import RequestError
+
+    if path.exists() and not path.is_dir():
+        raise RequestError(f"{option} is {path}, which is a file; name a folder")
+    check_place(option, path / "table.txt")
+
+
 def finite(value: Any) -> Any:
     """JSON has no NaN and no infinity: they become null."""
     if isinstance(value, dict):

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from maglev.cli.options import AsJson
-from maglev.cli.output import console, emit
+from maglev.cli.output import check_folder, check_place, console, emit
 from maglev.errors import RequestError
 
 
@@ -55,6 +55,9 @@ def table(
     if not found.lines:
         # recall alone is drawn
         texts = {}
+    check_folder("--out", out)
+    if save is not None:
+        check_place("--save", save)
     for name, content in texts.items():
         files.write_text(out / name, content)
     if save is not None:

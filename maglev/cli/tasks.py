@@ -113,6 +113,8 @@ def score(
 ) -> None:
     """Answer requests, token ids to log-probabilities, with the core alone."""
     from maglev.evaluate.requests import load_requests, save_scores
+    from maglev.evaluate.table_facts import telling_settings
+    from maglev.runs import read_config
 
     asked = load_requests(requests)
     check_place("--out", out)
@@ -122,7 +124,7 @@ def score(
     began = time.monotonic()
     found = scored(opened, asked.requests)
     seconds = round(time.monotonic() - began, 1)
-    save_scores(out, asked, found, opened.facts)
+    save_scores(out, asked, found, opened.facts | {"settings": telling_settings(read_config(run))})
     facts = opened.facts | {"scores": str(out), "count": len(found), "seconds": seconds}
     emit(facts | effort_of(opened), as_json, render_scored)
 
@@ -241,32 +243,55 @@ def build(run: Path, setting: "TaskSetting", out: Path) -> dict[str, Any]:
 
 
 def aggregate(run: Path | None, scores: Path, data: Path | None) -> dict[str, Any]:
-    """RUN and --data stand in where folders have moved since the requests were built."""
+    """RUN and --data stand in where folders have moved since. What is found goes to the run that was scored alone."""
     from maglev.evaluate.harness import HarnessLM, Replay, TaskSetting, evaluate
     from maglev.evaluate.requests import load_scores
     from maglev.evaluate.scoring import run_tokenizer
+    from maglev.runs import CONFIG, TOKENIZER
 
     found = load_scores(scores)
     kept = dict(found.setting)
     try:
-        built_for, cut = kept.pop("run"), kept.pop("cut")
+        built_for, cut = Path(kept.pop("run")), kept.pop("cut")
         setting = TaskSetting(**kept | {"tasks": tuple(kept["tasks"])})
-        for fact in ("recipe", "step", "memory", "passes", "weights", "dtype"):
+        for fact in ("run", "recipe", "step", "seed", "memory", "passes", "weights", "dtype"):
             found.model[fact]
+        scored_run = Path(found.model["run"])
     except (KeyError, TypeError) as error:
         raise RequestError(
             f"{scores} does not say what was asked of whom ({error}); make it again with 'maglev eval score'"
         ) from None
-    folder = Path(built_for) if run is None else run
+    # several runs may have answered what was built for one of them
+    folder = run or (scored_run if (scored_run / TOKENIZER).is_file() else built_for)
     setting = setting if data is None else replace(setting, data=str(data))
     tokenizer = run_tokenizer(folder)
     if tokenizer.fingerprint != found.tokenizer:
         raise RequestError(f"{scores} answers requests of another tokenizer than that of {folder}; name its run")
+    check_scored(found.model, scores, folder)
     replay = Replay(found)
     with tempfile.TemporaryDirectory() as work:
         results = evaluate(HarnessLM(tokenizer, replay, setting.max_length), setting, Path(work))
     replay.check(tokenizer.fingerprint)
-    return write_down(folder, results, found.model | {"run": str(folder)}, asdict(setting) | {"cut": cut})
+    facts = {key: value for key, value in found.model.items() if key != "settings"}
+    facts["run"] = str(folder if (folder / CONFIG).is_file() else scored_run)
+    return write_down(folder, results, facts, asdict(setting) | {"cut": cut})
+
+
+def check_scored(model: dict[str, Any], scores: Path, folder: Path) -> None:
+    """A run's folder keeps its own numbers alone; prepared data lends the tokenizer to anybody and keeps nothing."""
+    from maglev.evaluate.table_facts import same_settings, telling_settings
+    from maglev.runs import CONFIG, read_config
+
+    if not (folder / CONFIG).is_file():
+        return
+    config = read_config(folder)
+    same = (model["recipe"], model["seed"]) == (config.recipe, config.train.seed)
+    if not same or not same_settings(model.get("settings", {}), telling_settings(config)):
+        raise RequestError(
+            f"{scores} are scores of {model['run']} ({model['recipe']}, seed {model['seed']}), and {folder} is another "
+            f"run ({config.recipe}, seed {config.train.seed}); name the one that was scored, or prepared data with its "
+            f"tokenizer"
+        )
 
 
 def write_down(run: Path, found: dict[str, Any], facts: dict[str, Any], setting: dict[str, Any]) -> dict[str, Any]:

@@ -105,6 +105,14 @@ def with_prefiller(objective: Objective) -> MaglevObjective:
     return objective
 
 
+def check_source(objective: Objective, source: Source) -> None:
+    """Whether there are such memories, before any work."""
+    if source == "lifted":
+        with_prefiller(objective)
+    if source == "refined" and objective.decoder.injection is None:
+        raise RequestError("this run has no memory, so there is nothing to refine; use recurrent")
+
+
 def lifted(objective: Objective, tokens: Tensor, documents: Documents = WHOLE_ROWS) -> Tensor:
     """The decoder's memories on Q's, as in training. (B, T) -> (B, T, D)"""
     return with_prefiller(objective).lifted(tokens, documents)[0]
@@ -117,11 +125,10 @@ def memories(
     objective: Objective, tokens: Tensor, source: Source, passes: int, documents: Documents = WHOLE_ROWS
 ) -> Tensor:
     """(B, T) -> (B, T, D), without gradients."""
+    check_source(objective, source)
     if source == "lifted":
         return lifted(objective, tokens, documents)
     if source == "refined":
-        if objective.decoder.injection is None:
-            raise RequestError("this run has no memory, so there is nothing to refine; use recurrent")
         return refined(objective.decoder, tokens, passes, documents)
     return recurrent(objective.decoder, tokens, documents)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from maglev.data.tokenizer import Tokenizer
 from maglev.errors import RequestError, WorkError
-from maglev.evaluate.memories import DEFAULT_PASSES, Source, memories
+from maglev.evaluate.memories import DEFAULT_PASSES, Source, check_source, memories
 from maglev.evaluate.requests import Request, Score
 from maglev.evaluate.runs import load_objective
 from maglev.inference.engine import LanguageModel
@@ -215,6 +215,7 @@ def open_scorer(
 ) -> ScoringRun:
     tokenizer = run_tokenizer(run)
     config, objective, step = load_objective(run, device, report, with_prefiller=source == "lifted")
+    check_source(objective, source)
     facts: dict[str, Any] = {"run": str(run), "recipe": config.recipe, "step": step, "seed": config.train.seed}
     facts |= {"memory": source, "passes": None, "weights": weights, "dtype": str(objective.decoder.compute_dtype)}
     facts["dtype"] = facts["dtype"].removeprefix("torch.")

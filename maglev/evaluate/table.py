@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from maglev.errors import RequestError
 from maglev.evaluate.paper_tasks import TASKS
 from maglev.evaluate.table_checks import SOURCES
 from maglev.evaluate.table_facts import Facts, all_settings, has_lines, row_of
@@ -134,8 +135,22 @@ def make_table(facts: Sequence[Facts], sources: Sequence[str] = SOURCES, paper: 
 def bpb_columns(facts: Sequence[Facts]) -> dict[str, Column]:
     """By text. The paper's is FineWeb-Edu's, where one text alone bears that name; any other has one of its own."""
     names = dict.fromkeys(result["data"] for run in facts for result in run["bpb"])
+    check_texts(facts)
     named = [name for name in names if is_fineweb(name)]
     return {name: FINEWEB if named == [name] else Column(f"bpb {name}", name, "BPB", 4, False) for name in names}
+
+
+def check_texts(facts: Sequence[Facts]) -> None:
+    """A text is known by its folder's name; where its bytes differ, numbers of two texts would stand in one column."""
+    seen: dict[str, tuple[str, int]] = {}
+    for run in facts:
+        for result in run["bpb"]:
+            first, size = seen.setdefault(result["data"], (run["run"], result.get("bytes")))
+            if result.get("bytes") != size:
+                raise RequestError(
+                    f"{first} and {run['run']} were measured on {size:,} and {result['bytes']:,} bytes of a text "
+                    f"that both call {result['data']!r}; measure them on the same one, or name the folders apart"
+                )
 
 
 def is_fineweb(name: str) -> bool:
@@ -154,8 +169,13 @@ def labelled_groups(facts: Sequence[Facts]) -> list[tuple[str, list[Facts]]]:
     for group in groups:
         recipe: str = group[0]["recipe"]
         own = [other for other in groups if other[0]["recipe"] == recipe]
-        found.append((LABELS.get(recipe, recipe) + distinction(group, own), group))
+        found.append((LABELS.get(recipe, recipe) + distinction(group, own) + unfinished(group[0]), group))
     return found
+
+
+def unfinished(run: Facts) -> str:
+    """Runs of a line have stopped at the same step."""
+    return f", after {run['stopped_at']:,} of {run['settings']['train.steps']:,} steps" if "stopped_at" in run else ""
 
 
 def passes_of(group: Sequence[Facts], source: str) -> list[int | None]:

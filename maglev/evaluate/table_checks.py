@@ -33,7 +33,7 @@ def check_facts(run: Any) -> None:
     for result in run["bpb"]:
         what = f"bits per byte of {run['run']}"
         source = check_measured(result, what)
-        require_keys(result, {"data": str, "by_position": list}, what)
+        require_keys(result, {"data": str, "bytes": int, "by_position": list}, what)
         require_number(result, f"bpb_{source}", what)
         for part in result["by_position"]:
             require_keys(part, {"first": NUMBER, "last": NUMBER}, what)

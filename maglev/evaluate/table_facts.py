@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maglev import files
+from maglev.config import RunConfig
 from maglev.errors import RequestError
 from maglev.evaluate.paper_tasks import TASKS
 from maglev.evaluate.results import FOLDER, load_results
@@ -62,7 +63,7 @@ def has_lines(run: Facts) -> bool:
 
 def row_of(run: Facts) -> str:
     """What the runs of one line have in common."""
-    return canonical_json([run["recipe"], all_settings(run)])
+    return canonical_json([run["recipe"], all_settings(run), run.get("stopped_at")])
 
 
 def all_settings(run: Facts) -> Facts:
@@ -104,6 +105,17 @@ def recall_facts(path: Path, rows: list[Facts]) -> Facts:
     return {"run": path.stem, "recipe": "recall", "recall": rows} | unmeasured | training_of([])
 
 
+def telling_settings(config: RunConfig) -> Facts:
+    """What makes a line of its own, with the number of steps that follows from the rest."""
+    values = setting_values(config) | {"train.steps": training_steps(config)}
+    return {key: value for key, value in values.items() if tells(key)}
+
+
+def same_settings(first: Facts, second: Facts) -> bool:
+    """As far as both have them: later versions have more."""
+    return all(first[key] == second[key] for key in first.keys() & second.keys())
+
+
 def facts_of(run: Path) -> Facts:
     config = read_config(run)
     bpb, tasks, recall = (
@@ -115,15 +127,15 @@ def facts_of(run: Path) -> Facts:
             f"{run} has no results yet that a table shows; measure it with 'maglev eval bpb', 'maglev eval tasks' or "
             f"'maglev eval recall'"
         )
-    steps = training_steps(config)
-    tokens = steps * config.train.tokens_per_step
-    values = setting_values(config) | {"train.steps": steps}
+    settings = telling_settings(config)
+    stopped_at = step_of(run, config.recipe, [*bpb, *tasks], settings["train.steps"])
+    tokens = (stopped_at or settings["train.steps"]) * config.train.tokens_per_step
     rows = [row for row in read_metrics(run) if row.get("kind") == "train"]
     found = {
         "run": run.name,
         "recipe": config.recipe,
         "seed": config.train.seed,
-        "settings": {key: value for key, value in values.items() if tells(key)},
+        "settings": settings,
         "parameters": describe(config)["parameters"]["deployed"],
         "tokens": tokens,
         "training_flops": 3 * objective_flops(config) * tokens,
@@ -132,11 +144,29 @@ def facts_of(run: Path) -> Facts:
         "tasks": tasks,
         "recall": [row for result in recall for row in result.get("rows", [None])],
     } | training_of(rows)
+    if stopped_at is not None:
+        found["stopped_at"] = stopped_at
     try:
         check_facts(found)
     except ValueError as error:
         raise RequestError(f"a result in {run / FOLDER} is damaged ({error}); evaluate the run again") from None
     return found
+
+
+def step_of(run: Path, recipe: str, results: Sequence[Facts], steps: int) -> int | None:
+    """Where all results are of one step before the last, that one; a line of several would be of no model."""
+    others = {result["recipe"] for result in results} - {recipe}
+    if others:
+        raise RequestError(
+            f"{run} is a run of {recipe}, and {run / FOLDER} has results of {', '.join(map(str, sorted(others)))}; "
+            f"remove them and evaluate the run again"
+        )
+    found = sorted({result["step"] for result in results if isinstance(result.get("step"), int)})
+    if len(found) > 1:
+        raise RequestError(
+            f"{run} has results of steps {', '.join(map(str, found))}, and a line is of one; evaluate the older again"
+        )
+    return found[0] if found and found[0] != steps else None
 
 
 def is_in_table(result: Facts, context: int) -> bool:

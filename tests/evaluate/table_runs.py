@@ -17,7 +17,7 @@ def make_run(folder: Path, recipe: str, seed: int = 0, steps: int = 50, **number
     run.mkdir(parents=True)
     settings = {"train.seed": seed, "train.steps": steps, "model.context": 64}
     (run / CONFIG).write_text(json.dumps(run_config(recipe, 2, settings).to_dict()))
-    facts: dict[str, Any] = {"recipe": recipe, "weights": "plain", "passes": None}
+    facts: dict[str, Any] = {"recipe": recipe, "step": steps, "weights": "plain", "passes": None}
     for source in ("recurrent", "lifted", "refined"):
         if source in numbers:
             parts = [{"first": 0, "last": 3, f"bpb_{source}": numbers[source], "bytes": 9}]
@@ -25,6 +25,7 @@ def make_run(folder: Path, recipe: str, seed: int = 0, steps: int = 50, **number
                 "memory": source,
                 "passes": 3 if source == "refined" else None,
                 "data": "fineweb",
+                "bytes": 9,
                 f"bpb_{source}": numbers[source],
                 "by_position": parts,
             }

@@ -72,6 +72,55 @@ def test_seeds_make_one_line_with_a_spread_and_other_settings_another(runs: list
     assert [column.key for column in table.columns] == [c.key for c in (FINEWEB, PERPLEXITY, *ACCURACIES, AVERAGE)]
 
 
+def change_result(run: Path, name: str, **facts: object) -> None:
+    path = run / "eval" / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+
+
+def test_a_run_that_was_not_finished_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = make_run(tmp_path, "swa-ssss", 0, recurrent=1.30, accuracy=0.40)
+    part = make_run(tmp_path, "maglev-shared-0.1", 0, recurrent=1.28, lifted=1.25)
+    for source in ("recurrent", "lifted"):
+        change_result(part, f"bpb-fineweb-{source}.json", step=20)
+    table = make_table(collect([whole, part]))
+    lines = {line.model: line for line in table.lines if line.origin == OURS}
+    assert list(lines) == ["SWA (SSSS)", "Maglev (λ=0.1), after 20 of 50 steps"]
+    swa, own = lines.values()
+    assert own.costs["tokens"] == swa.costs["tokens"] * 20 / 50
+    assert own.costs["training_flops"] < swa.costs["training_flops"]
+    # bold is among equal tokens
+    assert not own.cells["fw"].best
+    # seeds that stopped elsewhere are another line
+    other = make_run(tmp_path, "maglev-shared-0.1", 1, recurrent=1.28)
+    models = {line.model for line in make_table(collect([whole, part, other])).lines if line.origin == OURS}
+    assert models == {*lines, "Maglev (λ=0.1)"}
+    change_result(part, "bpb-fineweb-lifted.json", step=30)
+    change_result(whole, "tasks-paper-recurrent.json", recipe="lrt-ssss")
+    for run, line in ((part, "results of steps 20, 30"), (whole, "is a run of swa-ssss, and")):
+        assert main(["table", str(run), "--out", str(tmp_path / "out")]) == 2
+        assert line in one_line(capsys)
+
+
+def test_two_texts_of_one_name_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path, recipe, recurrent=1.3) for recipe in ("swa-ssss", "lrt-ssss")]
+    change_result(runs[1], "bpb-fineweb-recurrent.json", bytes=8)
+    assert main(["table", *map(str, runs), "--out", str(tmp_path / "out")]) == 2
+    line = one_line(capsys)
+    assert "swa-ssss-0-50 and lrt-ssss-0-50 were measured on 9 and 8 bytes of a text that both call 'fineweb'" in line
+
+
+def test_places_that_cannot_be_written_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, "swa-ssss", recurrent=1.3)
+    (tmp_path / "file").write_text("mine")
+    for words, line in (
+        (["--out", str(tmp_path / "file")], "which is a file; name a folder"),
+        (["--out", str(tmp_path / "out"), "--save", str(tmp_path)], "which is a folder; name a file in it"),
+    ):
+        assert main(["table", str(run), *words]) == 2
+        assert line in one_line(capsys)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_numbers_of_fewer_seeds_are_marked(tmp_path: Path) -> None:
     runs = [
         make_run(tmp_path, "swa-ssss", 0, recurrent=1.30, accuracy=0.40),

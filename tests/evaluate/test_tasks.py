@@ -188,8 +188,8 @@ def test_three_steps_are_one_step_to_the_bit(
     said(["eval", "score", run, "--requests", asked, "--out", scores], capsys)
     later = said(["eval", "tasks", "--scores", scores], capsys)
     assert later == once
-    # where the run is not at hand any more, its tokenizer does
-    assert said(["eval", "tasks", str(data), "--scores", scores], capsys) == once | {"run": str(data)}
+    # where the run is not at hand any more, its tokenizer does; the numbers are still the run's
+    assert said(["eval", "tasks", str(data), "--scores", scores], capsys) == once
     assert set(once["tasks"]) == set(BY_NAME) and 0 <= once["average_recurrent"] <= 1
     errors = [once["tasks"][task.name][f"{task.metric}_recurrent_stderr"] for task in TASKS]
     assert once["average_recurrent_stderr"] == pytest.approx(sum(error**2 for error in errors) ** 0.5 / 8)
@@ -215,6 +215,56 @@ def test_three_steps_are_one_step_to_the_bit(
     save_scores(Path(scores), load_requests(Path(asked)), fewer, value["model"])
     assert main(["eval", "tasks", "--scores", scores]) == 2
     assert "these tasks and data make other ones" in capsys.readouterr().err
+
+
+def test_scores_go_to_the_run_that_was_scored_and_to_no_other(
+    trained: Train,
+    data: Path,
+    tasks_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Several runs may answer requests that were built for one of them."""
+    monkeypatch.setattr(
+        "maglev.evaluate.paper_tasks.read_rows", lambda folder, task, limit: read_rows(folder, task, ITEMS)
+    )
+    first, second, same = (tmp_path / name for name in ("first", "second", "same"))
+    for run, recipe in ((first, "swa-ssss"), (second, "maglev-shared-0.1"), (same, "swa-ssss")):
+        shutil.copytree(trained(recipe), run)
+    asked, scores = str(tmp_path / "r.safetensors"), tmp_path / "s.json"
+    words = ["--tasks", "boolq", "--data", str(tasks_folder), "--requests", asked]
+    said(["eval", "tasks", str(first), *words], capsys)
+    said(["eval", "score", str(second), "--requests", asked, "--out", str(scores)], capsys)
+    found = said(["eval", "tasks", "--scores", str(scores)], capsys)
+    assert (found["run"], found["recipe"]) == (str(second), "maglev-shared-0.1") and "settings" not in found
+    assert load_results(second, "tasks") == [found] and not load_results(first, "tasks")
+    assert main(["eval", "tasks", str(first), "--scores", str(scores)]) == 2
+    line = one_line(capsys)
+    assert f"scores of {second} (maglev-shared-0.1, seed" in line and f"{first} is another run (swa-ssss" in line
+    # the scored run lies elsewhere, and what the requests were built for is none
+    value = json.loads(scores.read_text())
+    scores.write_text(json.dumps(value | {"model": value["model"] | {"run": str(tmp_path / "gone")}}))
+    assert main(["eval", "tasks", "--scores", str(scores)]) == 2
+    assert "name the one that was scored" in one_line(capsys) and not load_results(first, "tasks")
+    assert said(["eval", "tasks", str(data), "--scores", str(scores)], capsys)["run"] == str(tmp_path / "gone")
+    # one recipe and seed with other settings is another run
+    said(["eval", "score", str(first), "--requests", asked, "--out", str(scores)], capsys)
+    config = json.loads((same / "config.json").read_text())
+    config["optimizer"]["matrix_lr"] *= 2
+    (same / "config.json").write_text(json.dumps(config))
+    assert main(["eval", "tasks", str(same), "--scores", str(scores)]) == 2
+    assert f"{same} is another run" in one_line(capsys)
+
+
+def test_memories_that_a_run_has_not_are_told_before_prompts_are_built(
+    trained: Train, tasks_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "evaluate", lambda *_: pytest.fail("began"))
+    for memory, line in (("lifted", "no prefiller Q"), ("refined", "nothing to refine")):
+        words = ["eval", "tasks", str(trained("swa-ssss")), "--data", str(tasks_folder), "--memory", memory]
+        assert main(words) == 2
+        assert line in one_line(capsys)
 
 
 def test_whole_files_are_kept_in_the_run_by_memory_source(
