@@ -47,16 +47,27 @@ from maglev.errors import RequestError, WorkError
 from maglev.evaluate.bpb import bits_per_byte
 from maglev.evaluate.requests import load_requests, load_scores, save_scores
 from maglev.evaluate.scoring import PassScorer
-from maglev.evaluate.table_facts import TRAINING, Facts, facts_of, load_facts, save_facts, training_of, without_places
+from maglev.evaluate.table_facts import (
+    TRAINING,
+    Facts,
+    facts_of,
+    load_facts,
+    same_settings,
+    save_facts,
+    training_of,
+    without_places,
+)
 from maglev.model.accounting import prefiller_parameters
 from maglev.recipes import RECIPES, run_config
 from maglev.runs import read_config, read_metrics
-from maglev.settings import setting_values
+from maglev.settings import parse_assignments, setting_values
 from maglev.train.distributed import Ranks, resolve_device
 from maglev.train.setup import compute_dtype
 from maglev.train.signals import interruption
 from maglev.train.task import Text
 
+# of every row, unless it is told otherwise
+USUAL = {"depth": 8, "window": 256, "passes": 1}
 # stepping keeps little of each row and wants many; whole passes keep more
 STEPPED_ROWS, PASSED_ROWS = 1024, 64
 
@@ -78,6 +89,7 @@ def row(arguments: argparse.Namespace) -> int:
 
 def check_inputs(arguments: argparse.Namespace, models: Sequence[str]) -> None:
     """All that is read after training, before it: minutes of it must not end in a missing file."""
+    parse_assignments(arguments.set)
     for model in models:
         if model not in RECIPES and model not in peers.PEERS:
             raise RequestError(f"no recipe or peer {model!r}; known: {', '.join([*RECIPES, *peers.PEERS])}")
@@ -193,6 +205,8 @@ def peer_facts(config: RunConfig, trainer: peers.PeerTrainer, bpb: list[Facts]) 
 
 
 def rows(arguments: argparse.Namespace) -> int:
+    if not all(words.split() for words in arguments.rows):
+        raise RequestError("a row is empty; name a recipe or a peer, with its options behind it")
     check_inputs(arguments, [words.split()[0] for words in arguments.rows])
     if arguments.out.exists():
         load_facts(arguments.out)
@@ -214,7 +228,9 @@ def rows(arguments: argparse.Namespace) -> int:
 
 def job_of(words: str, seed: int, arguments: argparse.Namespace, logs: Path) -> Job:
     model, *own = words.split()
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{words}-{seed}")
+    # what all rows are given is part of a row too: else one with other settings would take another's place
+    common = [f"{option}-{value}" for option, usual in USUAL.items() if (value := getattr(arguments, option)) != usual]
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", " ".join([words, *common, *arguments.set, str(seed)]))
     command = [sys.executable, str(Path(__file__).resolve()), "row", model, "--seed", str(seed), "--name", name]
     for option in ("data", "requests", "scores", "depth", "window", "passes", "device", "keep"):
         value = getattr(arguments, option)
@@ -260,17 +276,35 @@ def aggregate(arguments: argparse.Namespace) -> int:
     paths = {path.stem: path for path in sorted(arguments.scores.glob("*.json"))}
     if not paths:
         raise RequestError(f"{arguments.scores} holds no scores; name the folder that 'rows --scores' wrote")
+    wanted = {name: path for name, path in paths.items() if name in found and not found[name]["tasks"]}
     for name, path in paths.items():
         if name not in found:
             print(f"{path}: no row {name!r} in {arguments.results}; left out", flush=True)
-        elif load_scores(path).setting.get("limit") is not None:
-            raise RequestError(f"{path} answers the first items of each task alone; build requests without --limit")
-        elif not found[name]["tasks"]:
-            with redirect_stdout(sys.stderr):
-                value = aggregated(arguments.tokenizer, path, arguments.data)
-            put_run(arguments.results, found[name] | {"tasks": [without_places(value)]})
-            print(f"{name}: average {value['average_recurrent']:.4f}, recurrent", flush=True)
+    # all of them before the first, which takes minutes
+    for name, path in wanted.items():
+        check_answers(path, found[name])
+    for name, path in wanted.items():
+        with redirect_stdout(sys.stderr):
+            value = aggregated(arguments.tokenizer, path, arguments.data)
+        put_run(arguments.results, found[name] | {"tasks": [without_places(value)]})
+        average = value.get("average_recurrent")
+        shown = f"{len(value['tasks'])} tasks" if average is None else f"average {average:.4f}"
+        print(f"{name}: {shown}, recurrent", flush=True)
     return 0
+
+
+def check_answers(path: Path, run: Facts) -> None:
+    """Whether they are this row's: the folder may hold those of an earlier run of the same name."""
+    scores = load_scores(path)
+    if scores.setting.get("limit") is not None:
+        raise RequestError(f"{path} answers the first items of each task alone; build requests without --limit")
+    own = run["recipe"], run["seed"], run["settings"]["train.steps"]
+    theirs = tuple(scores.model.get(key) for key in ("recipe", "seed", "step"))
+    if theirs != own or not same_settings(scores.model.get("settings", {}), run["settings"]):
+        raise RequestError(
+            f"{path} is of {theirs[0]}, seed {theirs[1]}, step {theirs[2]}, and the row {run['run']} of {own[0]}, seed "
+            f"{own[1]}, step {own[2]} or of other settings; make the row again with --requests"
+        )
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -281,9 +315,9 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     common.add_argument("--text", type=Path, action="append", default=[], help="another one to measure on")
     common.add_argument("--requests", type=Path, help="what tasks ask, to be answered too")
     common.add_argument("--scores", type=Path, default=Path("scores"), help="the folder for the answers")
-    common.add_argument("--depth", type=int, default=8)
-    common.add_argument("--window", type=int, default=256)
-    common.add_argument("--passes", type=int, default=1, help="over the text")
+    common.add_argument("--depth", type=int, default=USUAL["depth"])
+    common.add_argument("--window", type=int, default=USUAL["window"])
+    common.add_argument("--passes", type=int, default=USUAL["passes"], help="over the text")
     common.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     common.add_argument("--device", default="auto")
     common.add_argument("--keep", type=Path, metavar="DIR", help="where runs and logs stay; else they are removed")

@@ -29,6 +29,7 @@ from maglev.evaluate.bpb import bits_per_byte
 from maglev.evaluate.memories import sources_of
 from maglev.evaluate.runs import load_objective
 from maglev.recipes import RECIPES
+from maglev.settings import parse_assignments
 from maglev.train import launch
 
 TOKENS_PER_STEP = 65_536
@@ -61,7 +62,7 @@ def settings_of(
         "train.checkpoint_every": 10**6,
         "train.seed": seed,
     }
-    return settings | dict(item.split("=", 1) for item in given)
+    return settings | parse_assignments([*given])
 
 
 def measure(recipe: str, seed: int, data: TokenData, arguments: argparse.Namespace, work: Path) -> dict[str, Any]:

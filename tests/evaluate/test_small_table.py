@@ -65,6 +65,15 @@ def test_rows_make_a_table(
     assert script.main(joining) == 2
     assert "answers the first items of each task alone" in capsys.readouterr().err
     whole(scores)
+    # answers of an earlier run of that name are not this row's
+    kept = json.loads((scores / "swa-ssss-0.json").read_text())
+    other = kept["model"]["settings"] | {"optimizer.matrix_lr": 7.0}
+    for change in ({"step": 2}, {"seed": 5}, {"recipe": "lrt-ssss"}, {"settings": other}):
+        (scores / "swa-ssss-0.json").write_text(json.dumps(kept | {"model": kept["model"] | change}))
+        assert script.main(joining) == 2
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert "make the row again with --requests" in told and "the row swa-ssss-0 of swa-ssss, seed 0, step 3" in told
+    (scores / "swa-ssss-0.json").write_text(json.dumps(kept))
     monkeypatch.setattr(paper_tasks, "read_rows", lambda folder, task, limit: read_rows(folder, task, ITEMS))
     assert script.main(joining) == 0
     runs = {run["run"]: run for run in json.loads(out.read_text())["runs"]}
@@ -118,19 +127,21 @@ def test_rows_are_processes_and_keep_what_they_took(
     script: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, keep = tmp_path / "small.json", tmp_path / "runs"
+    # what is not usual of all rows is part of each one's name
+    name = "swa-ssss-depth-1-window-8-model.context-32-train.tokens-per-step-128-train.steps-3-3"
     words = toy(data, "--keep", keep, "--out", out, "--jobs", 2, "--seeds", 3)
     assert script.main(["rows", "swa-ssss", *words]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     (run,) = json.loads(out.read_text())["runs"]
-    assert (run["run"], run["seed"], run["rows_at_a_time"]) == ("swa-ssss-3", 3, 2)
+    assert (run["run"], run["seed"], run["rows_at_a_time"]) == (name, 3, 2)
     assert run["row_seconds"] == told["rows"][0]["seconds"] > run["train_seconds"] > 0
     # the same again goes on with what is there: nothing is trained twice
-    before = (keep / "swa-ssss-3" / "metrics.jsonl").read_bytes()
-    assert script.main(["row", "swa-ssss", "--seed", "3", *toy(data, "--keep", keep)]) == 0
+    before = (keep / name / "metrics.jsonl").read_bytes()
+    assert script.main(["row", "swa-ssss", "--seed", "3", "--name", name, *toy(data, "--keep", keep)]) == 0
     assert json.loads(capsys.readouterr().out)["bpb"] == run["bpb"]
-    assert (keep / "swa-ssss-3" / "metrics.jsonl").read_bytes() == before
+    assert (keep / name / "metrics.jsonl").read_bytes() == before
     # what earlier tries took is counted
-    named = {"row": "swa-ssss, seed 3", "name": "swa-ssss-3", "status": 0}
+    named = {"row": "swa-ssss, seed 3", "name": name, "status": 0}
     script.add_row(named | {"error": "stopped at the limit", "seconds": 5.0}, out, keep)
     script.add_row(named | {"error": "stopped at the limit", "seconds": 0.5}, out, keep)
     for seconds in (7.5, 2.0):
@@ -156,11 +167,14 @@ def test_what_a_row_needs_is_looked_for_before_it_is_trained(
         (["swa-ssss", *toy(data, "--text", other_data)], "another tokenizer than"),
         (["swa-ssss", *toy(data, "--requests", tmp_path / "none")], "does not exist"),
         (["mamba-2", *toy(data, "--requests", asked)], "another tokenizer than"),
+        (["swa-ssss", *toy(data, "--set", "train.steps")], "--set 'train.steps' is not of the form KEY=VALUE"),
     ):
         for verb in ("row", "rows"):
             assert script.main([verb, *words]) == 2
             out, err = capsys.readouterr()
             assert not out and line in err and err.count("\n") == 1
+    assert script.main(["rows", "", *toy(data)]) == 2
+    assert "a row is empty" in capsys.readouterr().err
 
 
 def test_a_diverged_row_is_kept_and_a_foreign_file_is_not_written_to(
@@ -185,7 +199,7 @@ def test_a_row_is_started_with_its_own_options_last(script: ModuleType, tmp_path
     asked = script.parse(job.command[2:])
     assert (asked.model, asked.seed, asked.passes, asked.set) == ("swa-ssss", 3, 2, ["c=d", "a=b"])
     assert (asked.data, asked.text, asked.requests) == (Path("d"), [Path("e"), Path("f")], Path("r"))
-    assert asked.name == "swa-ssss-passes-2-set-a-b-3" and job.facts["row"].endswith("seed 3")
+    assert asked.name == "swa-ssss-passes-2-set-a-b-c-d-3" and job.facts["row"].endswith("seed 3")
 
 
 def test_a_missing_peer_ends_in_one_line(
