@@ -81,6 +81,8 @@ def row(arguments: argparse.Namespace) -> int:
         run = (arguments.keep or Path(folder)) / name
         measure = measure_peer if arguments.model in peers.PEERS else measure_recipe
         config, facts = measure(arguments, run, device)
+    # what `row_seconds` covers
+    facts["answered_tasks"] = arguments.requests is not None
     code = {"maglev": maglev.__version__, "sources": source_fingerprint()}
     facts["machine"] = machine_facts(device, compute_dtype(config, device)) | code
     print(json.dumps(facts))

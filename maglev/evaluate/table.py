@@ -49,6 +49,8 @@ COSTS = {
     "state_bytes": "state bytes",
     "tokens_per_second": "tokens/s",
     "row_seconds": "seconds in all",
+    # rows that run side by side on one device slow each other down
+    "rows_at_a_time": "rows at a time, at most",
 }
 SPEEDS = ("tokens_per_second",)
 
@@ -223,6 +225,8 @@ def our_line(group: Sequence[Facts], label: str, source: str, passes: int | None
         for key in COSTS
         if (known := [run[key] for run in group if run.get(key) is not None and (key not in SPEEDS or was_alone(run))])
     }
+    if "rows_at_a_time" in costs:
+        costs["rows_at_a_time"] = max(run.get("rows_at_a_time", 1) for run in group)
     return Line(label, group[0]["recipe"], OURS, source, seeds, cells, passes, costs)
 
 
