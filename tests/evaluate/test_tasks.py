@@ -25,6 +25,7 @@ from maglev.evaluate import harness
 from maglev.evaluate.harness import HarnessLM, TaskSetting, build_requests, evaluate, task_names
 from maglev.evaluate.results import load_results, task_result
 
+SPLITS = ("train", "validation", "test")
 # as the issue and the data's README state them, in the order of the paper's columns
 COUNTS = (5153, 1838, 10042, 1267, 2376, 1172, 1954, 3270)
 
@@ -95,25 +96,36 @@ def test_prompts_begin_with_bos_once_and_split_where_the_harness_splits(
 def test_the_hubs_data_sets_make_the_same_requests(
     tasks_folder: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names and splits as the harness asks the Hub for them; the rows of two tasks stand in for its answer."""
+    """Names and splits as the harness asks the Hub for them, all eight; rows in the Hub's columns stand in for its
+    answer."""
     import datasets
 
-    names = ("arc_easy", "boolq")
-    local, _ = build_requests(tokenizer, TaskSetting(names, str(tasks_folder), limit=ITEMS), tmp_path / "local")
+    local, _ = build_requests(
+        tokenizer, TaskSetting(tuple(BY_NAME), str(tasks_folder), limit=ITEMS), tmp_path / "local"
+    )
+    hub = {
+        ("EleutherAI/lambada_openai", "default"): "lambada_openai",
+        ("baber/piqa", None): "piqa",
+        ("Rowan/hellaswag", None): "hellaswag",
+        ("allenai/winogrande", "winogrande_xl"): "winogrande",
+        ("allenai/ai2_arc", "ARC-Easy"): "arc_easy",
+        ("allenai/ai2_arc", "ARC-Challenge"): "arc_challenge",
+        ("lighteval/siqa", None): "social_iqa",
+        ("aps/super_glue", "boolq"): "boolq",
+    }
     asked = {}
 
     def from_hub(path: str, name: str | None = None, **_: Any) -> datasets.DatasetDict:
-        task = BY_NAME["arc_easy" if name == "ARC-Easy" else "boolq"]
-        asked[path, name] = task.name
+        asked[path, name] = hub[path, name]
+        task = BY_NAME[hub[path, name]]
         rows = datasets.Dataset.from_list(read_rows(tasks_folder, task, ITEMS))
-        return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
+        # the others' rows are of no use: only what is scored has the right split
+        wrong = rows.select([])
+        return datasets.DatasetDict({split: rows if split == task.split else wrong for split in SPLITS})
 
     monkeypatch.setattr(datasets, "load_dataset", from_hub)
-    found, _ = build_requests(tokenizer, TaskSetting(names, None), tmp_path / "hub")
-    assert found == local and asked == {
-        ("allenai/ai2_arc", "ARC-Easy"): "arc_easy",
-        ("aps/super_glue", "boolq"): "boolq",
-    }
+    found, _ = build_requests(tokenizer, TaskSetting(tuple(BY_NAME), None), tmp_path / "hub")
+    assert found == local and asked == hub
 
     def unreachable(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach the Hub")
