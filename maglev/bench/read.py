@@ -26,8 +26,8 @@ from maglev.model.decoder import Decoder
 PASSES = 4
 # passes shown beyond those that reading took, so that a curve shows where it ends
 BEYOND = 2
-# blocks that are also stepped, to see how far passes are from there
-COMPARED = 8
+# tokens that are also stepped, to see how far passes are from there: as many whatever a block is
+COMPARED = 2048
 LONGEST = 1 << 24
 
 Row = dict[str, Any]
@@ -148,7 +148,7 @@ def measure_model(
     distances: list[float] = []
     # random weights need not contract, and then no two orders of arithmetic agree
     if weights == "trained" and changes[0]:
-        start = tokens[:, : COMPARED * shape.block]
+        start = tokens[:, :COMPARED]
         distances = distance_by_pass(reader, start, shape, len(changes[0]) + BEYOND)
     watch(f"{name}: {plan.steps} steps")
     step_s = step_seconds(decoder, plan)

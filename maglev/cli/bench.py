@@ -93,6 +93,9 @@ def read(
     prompt_file: Annotated[
         str | None, typer.Option("--prompt-file", metavar="FILE", help="What a run reads; Python's docs unless given.")
     ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="DIR", help="Prepared data whose held-out text a run reads.")
+    ] = None,
     depth: Depth = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -113,16 +116,24 @@ def read(
     plan = read_plan(quick, tokens=tokens, passes=passes, block=block, blocks=blocks, stride=stride)
     place, precision = resolve(device, dtype)
     if random:
-        if prompt_file is not None:
-            raise RequestError("--prompt-file is for a run; a recipe's random weights read random tokens")
+        for option, given in (("--prompt-file", prompt_file), ("--data", data)):
+            if given is not None:
+                raise RequestError(f"{option} is for a run; a recipe's random weights read random tokens")
         name, decoder, prompt = random_reader(run_or_recipe, depth, place, precision, quick, plan.tokens)
         facts = {"weights": "random", "text": "random tokens"}
     else:
         if depth is not None:
             raise RequestError(f"{run_or_recipe} is a run, its depth is fixed; leave --depth away")
-        name, lm = trained_reader(run_folder(run_or_recipe), place, precision)
-        decoder, prompt = lm.decoder, prompt_of(lm, prompt_file, plan.tokens)
+        if prompt_file is not None and data is not None:
+            raise RequestError("--prompt-file and --data exclude each other; give one of them")
+        run = run_folder(run_or_recipe)
+        name, lm = trained_reader(run, place, precision)
         facts = {"weights": "trained", "text": prompt_file or "Python's own documentation"}
+        if data is None:
+            decoder, prompt = lm.decoder, prompt_of(lm, prompt_file, plan.tokens)
+        else:
+            decoder, prompt = lm.decoder, held_out_prompt(run, data, plan.tokens).to(place)
+            facts["text"] = f"held-out text of {data.resolve().name}"
     with progress() as meter:
         result = measure_read(name, decoder, prompt, plan, watch=lambda stage: meter.update(stage, 0), **facts)
     finish(result, out, plot, plot_read, as_json, render_read)
@@ -181,6 +192,22 @@ def trained_reader(run: Path, device: "torch.device", dtype: "torch.dtype") -> "
     from maglev.runs import read_config
 
     return read_config(run).recipe, maglev.load(run, device=str(device), dtype=dtype, report=say)
+
+
+def held_out_prompt(run: Path, folder: Path, length: int) -> "Tensor":
+    """The first held-out documents, each with its BOS, as one row (1, T)."""
+    import torch
+
+    from maglev.data.loader import Loader
+    from maglev.evaluate.runs import open_matching_data
+
+    data = open_matching_data(run, folder)
+    loader = Loader(data, "validation", length, seed=0, shuffle=False)
+    if loader.tokens_per_epoch < length:
+        raise RequestError(
+            f"--tokens is {length:,}, and the held-out text of {folder} has {loader.tokens_per_epoch:,}; ask for fewer"
+        )
+    return torch.from_numpy(loader.batch([0]).tokens)
 
 
 def prompt_of(lm: "LanguageModel", prompt_file: str | None, length: int) -> "Tensor":

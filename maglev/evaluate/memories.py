@@ -39,7 +39,7 @@ def recurrent(decoder: Decoder, tokens: Tensor, documents: Documents = WHOLE_ROW
     alone = documents.attention_starts is None and documents.memory_keep is None
     if alone and tokens.shape[1] >= MANY_STEPS and may_record(tokens.device):
         step = recorded_step(decoder, tokens.shape[0]) or step
-    memory = torch.empty(*tokens.shape, decoder.config.width, dtype=decoder.compute_dtype, device=tokens.device)
+    memory = state.memory.new_empty(*tokens.shape, state.memory.shape[-1])
     slots = torch.arange(tokens.shape[1], device=tokens.device)
     anew = None if documents.attention_starts is None else documents.attention_starts == slots
     for slot in range(tokens.shape[1]):

@@ -62,6 +62,25 @@ def test_a_run_reads_text_until_it_settles(trained: Train, tmp_path: Path, capsy
     assert printed.count("from the memories of single steps") == 1
 
 
+def test_a_run_reads_what_was_held_out(
+    trained: Train, data: Path, other_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(trained("maglev-shared-0.1"))
+    capsys.readouterr()
+    words = ["bench", "read", run, "--quick", "--tokens", "30", "--data"]
+    assert main([*words, str(data), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text"] == f"held-out text of {data.name}" and result["rows"][1]["tokens"] == 30
+    for more, line in (
+        ([str(data), "--tokens", "1000000"], "has"),
+        ([str(other_data)], "does not match the data"),
+        ([str(tmp_path)], "not a data folder"),
+        ([str(data), "--prompt-file", "a.txt"], "exclude each other"),
+    ):
+        assert main([*words, *more]) == 2
+        assert line in one_line(capsys)
+
+
 def test_train_sets_models_beside_swa(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "train.json", tmp_path / "train.svg"
     arguments = ["--quick", "--device", "cpu", "--depth", "1", "--recipes", "swa-ssss,maglev-shared-0.1"]
@@ -143,6 +162,7 @@ def test_train_draws_how_its_cost_grows(
         (["read", "--passes", "0"], "passes is 0"),
         (["read", "--tokens", "0"], "tokens is 0"),
         (["read", "--prompt-file", "a.txt"], "--prompt-file is for a run"),
+        (["read", "--data", "a"], "--data is for a run"),
         (["read", "no/run", "--depth", "3"], "leave --depth away"),
         (["train", "--recipes", "swa-sss"], "did you mean 'swa-ssss'"),
         (["train", "--depth", "12,x"], "--depth is '12,x'"),
