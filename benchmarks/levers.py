@@ -11,6 +11,7 @@ levers` tells what a step of it costs.
 import dataclasses
 import math
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,19 +19,23 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from maglev import objectives
 from maglev.__main__ import main
 from maglev.config import OBJECTIVE_KINDS, ClosedMaglevConfig, RunConfig, SeparateMaglevConfig
-from maglev.model.decoder import Decoder
+from maglev.model.attention import Attend
+from maglev.model.decoder import Decoder, Scales, attend_in_parallel
 from maglev.model.layers import MLP, Linear, Readout
+from maglev.model.memory import Features, Rotation
+from maglev.model.state import DecoderState
 from maglev.model_config import ModelConfig
 from maglev.objectives.closed_loop import ClosedLoopObjective
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss, token_mean
 from maglev.objectives.prefiller import Prefiller, SeparatePrefiller, SharedPrefiller
 from maglev.objectives.sweeps import Sweeps, scatter
 from maglev.ops.inject import rms_norm
+from maglev.ops.rotation import rotation
 from maglev.recipes import RECIPES, Recipe
 from maglev.values import require
 
@@ -61,6 +66,10 @@ class LeversConfig(ClosedMaglevConfig):
     write_gate: m_t = a m_{t-1} + (1 - a) h_t, with a of every channel from h_t; at the start sigmoid(-4) in the first
     channel to sigmoid(write_gate) in the last. 0 is no gate. write_both: Q's memories are written the same way, by the
     same gate, so that what P is to come near is something that P could have kept.
+    carry: m_t = norm(h_t + s m_{t-1}), s of every channel, at the start `carry`: what is in m stays unless something is
+    written over it. 0 is none. With write_both Q's memories are carried on the same way.
+    tap: what is carried is the stream before the last `tap` blocks, for Q too; what is predicted is behind them: they
+    are free to write an answer over what is to be kept. 0 is the paper's, one state for both.
     head: an MLP between memory and readout, for Q too, so that what is predicted need not stand in what is carried.
     separate: Q has blocks of its own, on P's embedding and readout; P's are then not asked to serve two networks.
     """
@@ -83,6 +92,8 @@ class LeversConfig(ClosedMaglevConfig):
     stop: str = ""
     write_gate: float = 0.0
     write_both: bool = False
+    carry: float = 0.0
+    tap: int = 0
     head: bool = False
     separate: bool = False
 
@@ -92,6 +103,8 @@ class LeversConfig(ClosedMaglevConfig):
             "passes",
             "rollout_from",
             "free",
+            "carry",
+            "tap",
             "rise",
             "late_lifted",
             "own_next_token",
@@ -129,14 +142,35 @@ class WritingDecoder(Decoder):
 
     def run(self, tokens: Tensor, positions: Tensor, previous_memory: Tensor | None, *rest: object) -> Tensor:
         fresh = super().run(tokens, positions, previous_memory, *rest)
-        if previous_memory is None:
-            return fresh
-        keep = self.kept(fresh)
+        return fresh if previous_memory is None else self.carried(previous_memory, fresh)
+
+    def carried(self, previous_memory: Tensor, fresh: Tensor) -> Tensor:
+        keep = torch.sigmoid(self.memory_gate(fresh) + self.offset.to(fresh.dtype))
         return keep * previous_memory.to(fresh.dtype) + (1 - keep) * fresh
 
-    def kept(self, fresh: Tensor) -> Tensor:
-        """The share of the last memory that stays."""
-        return torch.sigmoid(self.memory_gate(fresh) + self.offset.to(fresh.dtype))
+
+class Carry(nn.Module):
+    """s, by the optimizer's rule for scales and from 1 on, as its name has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.residual_scale = nn.Parameter(torch.empty(width))
+
+
+class CarryingDecoder(Decoder):
+    """The last memory goes on beside what the blocks found, and both are normalised together."""
+
+    def __init__(self, config: ModelConfig, first: float) -> None:
+        super().__init__(config)
+        self.carry, self.first = Carry(config.width), first
+
+    def run(self, tokens: Tensor, positions: Tensor, previous_memory: Tensor | None, *rest: object) -> Tensor:
+        fresh = super().run(tokens, positions, previous_memory, *rest)
+        return fresh if previous_memory is None else self.carried(previous_memory, fresh)
+
+    def carried(self, previous_memory: Tensor, fresh: Tensor) -> Tensor:
+        scale = self.first * self.carry.residual_scale.to(fresh.dtype)
+        return rms_norm(fresh + scale * previous_memory.to(fresh.dtype))
 
 
 class HeadedReadout(Readout):
@@ -153,23 +187,92 @@ class HeadedReadout(Readout):
         return super().forward(self.found(memory))
 
 
+def run_tapped(
+    x: Tensor,
+    blocks: Sequence[Callable[..., Tensor]],
+    scales: Scales,
+    rotation: Rotation,
+    memory: Sequence[Features] | None,
+    attends: Sequence[Attend],
+    tap: int,
+) -> Tensor:
+    """`run_blocks` with the state before the last `tap` of them beside the last one, (B, T, 2 D)."""
+    start, before = x.view_as(x), x
+    features = [None] * len(blocks) if memory is None else [*memory] * (len(blocks) // len(memory))
+    entries = zip(scales.residual_scale.unbind(), scales.input_scale.unbind(), strict=True)
+    layers = zip(blocks, entries, features, attends, strict=True)
+    for number, (block, entry, own, attend) in enumerate(layers, 1):
+        x = block(x, start, entry, rotation, own, attend)
+        before = x if number == len(blocks) - tap else before
+    return torch.cat((rms_norm(before), rms_norm(x)), dim=-1)
+
+
+class TappedDecoder(Decoder):
+    """Memories are both states side by side, of which the first is read and the second is predicted from."""
+
+    def __init__(self, config: ModelConfig, tap: int) -> None:
+        super().__init__(config)
+        self.tap = tap
+        self.readout: Readout = TappedReadout(config.width, config.vocab_size, config.logit_softcap)
+
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        previous_memory: Tensor | None,
+        attends: Sequence[Attend],
+        embedded: Tensor | None = None,
+    ) -> Tensor:
+        x = self.embedding(tokens) if embedded is None else embedded
+        angles = rotation(positions, self.frequencies, x.dtype)
+        features = None
+        if self.injection is not None and previous_memory is not None:
+            features = self.injection(previous_memory[..., : self.config.width].to(x.dtype), angles)
+        return run_tapped(x, [*self.blocks], self.scales, angles, features, attends, self.tap)
+
+    def initial_state(self, batch_size: int) -> DecoderState:
+        state = super().initial_state(batch_size)
+        state.memory = state.memory.repeat(1, 2)
+        return state
+
+
+class TappedReadout(Readout):
+    def found(self, memory: Tensor) -> Tensor:
+        return memory[..., -self.weight.shape[1] :]
+
+    def forward(self, memory: Tensor) -> Tensor:
+        return super().forward(self.found(memory))
+
+
+class TappedPrefiller(SharedPrefiller):
+    def forward(
+        self, tokens: Tensor, decoder: Decoder, starts: Tensor | None = None, embedded: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(decoder, TappedDecoder)
+        x = decoder.embedding(tokens) if embedded is None else embedded
+        angles = rotation(torch.arange(tokens.shape[1], device=tokens.device), decoder.frequencies, x.dtype)
+        attends = attend_in_parallel(self.config, self.windows, tokens, starts, dtype=x.dtype)
+        return run_tapped(x, [*decoder.blocks], self.scales, angles, None, attends, decoder.tap)
+
+
 def loss_of(decoder: Decoder, memory: Tensor, targets: Tensor) -> Tensor:
     readout = decoder.readout
-    return next_token_loss(decoder, readout.found(memory) if isinstance(readout, HeadedReadout) else memory, targets)
+    return next_token_loss(
+        decoder, readout.found(memory) if isinstance(readout, HeadedReadout | TappedReadout) else memory, targets
+    )
 
 
-class WritingPrefiller(SharedPrefiller):
+class KeepingPrefiller(SharedPrefiller):
     """Its memories, too, keep a part of the last one: a recurrence without anything between two steps."""
 
     def forward(
         self, tokens: Tensor, decoder: Decoder, starts: Tensor | None = None, embedded: Tensor | None = None
     ) -> Tensor:
         fresh = super().forward(tokens, decoder, starts, embedded)
-        assert isinstance(decoder, WritingDecoder) and starts is None
-        keep = decoder.kept(fresh)
+        assert isinstance(decoder, WritingDecoder | CarryingDecoder) and starts is None
         found, memory = [], torch.zeros_like(fresh[:, 0])
-        for own, new in zip(keep.unbind(1), ((1 - keep) * fresh).unbind(1), strict=True):
-            memory = own * memory + new
+        for new in fresh.unbind(1):
+            memory = decoder.carried(memory, new)
             found.append(memory)
         return torch.stack(found, dim=1)
 
@@ -295,13 +398,18 @@ def rows_of(documents: Documents, some: slice) -> Documents:
 def build(config: RunConfig) -> LeversObjective:
     own, model = config.objective, config.model
     assert isinstance(own, LeversConfig)
-    decoder = WritingDecoder(model, own.write_gate) if own.write_gate else Decoder(model)
+    if own.tap:
+        return LeversObjective(TappedDecoder(model, own.tap), TappedPrefiller(model, own.prefiller_pattern), own)
+    if own.write_gate:
+        decoder: Decoder = WritingDecoder(model, own.write_gate)
+    else:
+        decoder = CarryingDecoder(model, own.carry) if own.carry else Decoder(model)
     if own.head:
         decoder.readout = HeadedReadout(model)
     if own.separate:
         wanted = SeparateMaglevConfig(prefiller_pattern=own.prefiller_pattern)
         return LeversObjective(decoder, SeparatePrefiller(model, wanted), own)
-    shared = WritingPrefiller if own.write_gate and own.write_both else SharedPrefiller
+    shared = KeepingPrefiller if own.write_both and type(decoder) is not Decoder else SharedPrefiller
     return LeversObjective(decoder, shared(model, own.prefiller_pattern), own)
 
 

@@ -16,6 +16,7 @@ from maglev.model.accounting import objective_flops
 from maglev.model.memory import shift_right
 from maglev.objectives import build
 from maglev.objectives.losses import next_token_loss, token_mean
+from maglev.ops.inject import rms_norm
 from tests.helpers import assert_parallel_is_stepped, batch_of, gradients, random_weights, small
 from tests.scripts import load_script
 
@@ -244,17 +245,53 @@ def test_a_write_gate_steps_as_it_passes_and_keeps_what_it_is_told() -> None:
 
 
 @pytest.mark.usefixtures("script")
-def test_memories_of_both_may_be_written_by_the_gate() -> None:
-    plain, both = levers(write_gate=3.0), levers(write_gate=3.0, write_both=True)
+@pytest.mark.parametrize("kind", ["write_gate", "carry"])
+def test_memories_of_both_may_be_kept_alike(kind: str) -> None:
+    plain, both = levers(**{kind: 3.0}), levers(**{kind: 3.0}, write_both=True)
     tokens, targets = batch_of(2, 20)
     fresh = plain.prefiller(tokens, plain.decoder)
-    keep, memory = plain.decoder.kept(fresh), torch.zeros_like(fresh[:, 0])
+    memory = torch.zeros_like(fresh[:, 0])
     found = both.prefiller(tokens, both.decoder)
     for position in range(20):
-        memory = keep[:, position] * memory + (1 - keep[:, position]) * fresh[:, position]
+        memory = plain.decoder.carried(memory, fresh[:, position])
         torch.testing.assert_close(found[:, position], memory, rtol=0, atol=1e-12)
-    assert_parallel_is_stepped(both.decoder, (1, 5, 24))
-    for name, gradient in gradients(both(tokens, targets).total, both).items():
+    for objective in (plain, both):
+        assert_parallel_is_stepped(objective.decoder, (1, 5, 24))
+        for name, gradient in gradients(objective(tokens, targets).total, objective).items():
+            assert gradient.abs().max() > 0, name
+
+
+@pytest.mark.usefixtures("script")
+def test_what_is_carried_is_normalised_with_what_is_new() -> None:
+    decoder = levers(carry=3.0).decoder
+    with torch.no_grad():
+        decoder.carry.residual_scale.fill_(0.5)
+    previous, fresh = torch.randn(2, 2, 5, 16).double()
+    torch.testing.assert_close(decoder.carried(previous, fresh), rms_norm(fresh + 1.5 * previous))
+
+
+@pytest.mark.usefixtures("script")
+def test_a_tap_carries_what_stands_before_the_last_blocks() -> None:
+    objective, plain = levers(tap=1), levers()
+    tokens, targets = batch_of(2, 20)
+    decoder = objective.decoder
+    previous = torch.randn(2, 20, 32).double()
+    memory = decoder(tokens, previous)
+    # the same network but for what is carried: the last state is that of the whole stack on the memories given
+    torch.testing.assert_close(memory[..., 16:], plain.decoder(tokens, previous[..., :16]), rtol=0, atol=1e-12)
+    assert (memory[..., :16] - memory[..., 16:]).abs().max() > 1e-2
+    # what was predicted from is not read
+    changed = torch.cat((previous[..., :16], torch.zeros(2, 20, 16).double()), dim=-1)
+    assert torch.equal(decoder(tokens, changed), memory)
+    with torch.no_grad():
+        own = decoder.blocks[-1].mlp.down_proj.weight
+        own.add_(torch.randn_like(own))
+    assert torch.equal(decoder(tokens, previous)[:, 0, :16], memory[:, 0, :16])
+    assert_parallel_is_stepped(decoder, (1, 5, 24))
+    logits = decoder.readout(objective.lifted(tokens)[0])
+    nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    assert abs(objective(tokens, targets).next_token - nats) < 1e-9
+    for name, gradient in gradients(objective(tokens, targets).total, objective).items():
         assert gradient.abs().max() > 0, name
 
 
