@@ -69,7 +69,7 @@ class LeversConfig(ClosedMaglevConfig):
     carry: m_t = norm(h_t + s m_{t-1}), s of every channel, at the start `carry`: what is in m stays unless something is
     written over it. 0 is none. With write_both Q's memories are carried on the same way.
     tap: what is carried is the stream before the last `tap` blocks, for Q too; what is predicted is behind them: they
-    are free to write an answer over what is to be kept. 0 is the paper's, one state for both.
+    are free to write an answer over what is to be kept. The consistency is of both. 0 is the paper's, one state.
     head: an MLP between memory and readout, for Q too, so that what is predicted need not stand in what is carried.
     separate: Q has blocks of its own, on P's embedding and readout; P's are then not asked to serve two networks.
     """
@@ -116,6 +116,12 @@ class LeversConfig(ClosedMaglevConfig):
         for name in ("own_share", "own_share_end", "blank"):
             value = getattr(self, name)
             require(value <= 1, f"objective.{name} is {value}; it is a share, at most 1")
+        kinds = [name for name in ("write_gate", "carry", "tap") if getattr(self, name)]
+        require(len(kinds) <= 1, f"objective.{' and objective.'.join(kinds)} exclude each other; give one of them")
+        require(
+            not self.tap or not (self.head or self.separate or self.write_both),
+            "objective.tap goes without head, separate and write_both; leave them away",
+        )
         require(
             set(filter(None, self.stop.split(","))) <= set(STOPS),
             f"objective.stop is {self.stop!r}; it may list {', '.join(STOPS)}",
@@ -399,6 +405,7 @@ def build(config: RunConfig) -> LeversObjective:
     own, model = config.objective, config.model
     assert isinstance(own, LeversConfig)
     if own.tap:
+        require(own.tap < model.depth, f"objective.tap is {own.tap}; it must be below the depth of {model.depth}")
         return LeversObjective(TappedDecoder(model, own.tap), TappedPrefiller(model, own.prefiller_pattern), own)
     if own.write_gate:
         decoder: Decoder = WritingDecoder(model, own.write_gate)

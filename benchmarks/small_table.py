@@ -13,6 +13,7 @@ table` makes table and figures of that. A row that fails is told and does not st
 """
 
 import argparse
+import hashlib
 import json
 import math
 import re
@@ -66,6 +67,7 @@ from maglev.train.setup import compute_dtype
 from maglev.train.signals import interruption
 from maglev.train.task import Text
 
+LONGEST_NAME = 100
 # of every row, unless it is told otherwise
 USUAL = {"depth": 8, "window": 256, "passes": 1}
 # stepping keeps little of each row and wants many; whole passes keep more
@@ -232,7 +234,11 @@ def job_of(words: str, seed: int, arguments: argparse.Namespace, logs: Path) -> 
     model, *own = words.split()
     # what all rows are given is part of a row too: else one with other settings would take another's place
     common = [f"{option}-{value}" for option, usual in USUAL.items() if (value := getattr(arguments, option)) != usual]
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", " ".join([words, *common, *arguments.set, str(seed)]))
+    told = " ".join([words, *common, *arguments.set, str(seed)])
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", told)
+    if "=" in told.replace("--passes=", ""):
+        # what was cut away or replaced may be all that two of them differ in
+        name = f"{name[:LONGEST_NAME]}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
     command = [sys.executable, str(Path(__file__).resolve()), "row", model, "--seed", str(seed), "--name", name]
     for option in ("data", "requests", "scores", "depth", "window", "passes", "device", "keep"):
         value = getattr(arguments, option)
@@ -302,7 +308,7 @@ def check_answers(path: Path, run: Facts) -> None:
         raise RequestError(f"{path} answers the first items of each task alone; build requests without --limit")
     own = run["recipe"], run["seed"], run["settings"]["train.steps"]
     theirs = tuple(scores.model.get(key) for key in ("recipe", "seed", "step"))
-    if theirs != own or not same_settings(scores.model.get("settings", {}), run["settings"]):
+    if theirs != own or not same_settings(scores.model.get("settings"), run["settings"]):
         raise RequestError(
             f"{path} is of {theirs[0]}, seed {theirs[1]}, step {theirs[2]}, and the row {run['run']} of {own[0]}, seed "
             f"{own[1]}, step {own[2]} or of other settings; make the row again with --requests"
@@ -339,7 +345,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     last = verbs_of.add_parser("aggregate", help="answers to scores, where lm_eval is installed")
     last.add_argument("results", type=Path)
     last.add_argument("--scores", type=Path, default=Path("scores"))
-    last.add_argument("--tokenizer", type=Path, required=True, metavar="DIR", help="a folder that holds it")
+    last.add_argument("--tokenizer", type=Path, required=True, metavar="DIR", help="prepared data")
     last.add_argument("--data", type=Path, required=True, help="files of the tasks, as the requests were built with")
     last.set_defaults(work=aggregate)
     return parser.parse_args(words)

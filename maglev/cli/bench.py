@@ -195,19 +195,24 @@ def trained_reader(run: Path, device: "torch.device", dtype: "torch.dtype") -> "
 
 
 def held_out_prompt(run: Path, folder: Path, length: int) -> "Tensor":
-    """The first held-out documents, each with its BOS, as one row (1, T)."""
+    """The first held-out documents one after another, each with its BOS, (1, T)."""
+    import numpy as np
     import torch
 
-    from maglev.data.loader import Loader
     from maglev.evaluate.runs import open_matching_data
 
-    data = open_matching_data(run, folder)
-    loader = Loader(data, "validation", length, seed=0, shuffle=False)
-    if loader.tokens_per_epoch < length:
+    split = open_matching_data(run, folder).splits["validation"]
+    if split.tokens < length:
         raise RequestError(
-            f"--tokens is {length:,}, and the held-out text of {folder} has {loader.tokens_per_epoch:,}; ask for fewer"
+            f"--tokens is {length:,}, and the held-out text of {folder} has {split.tokens:,}; ask for fewer"
         )
-    return torch.from_numpy(loader.batch([0]).tokens)
+    parts, wanted = [], length
+    for shard in split.shards:
+        parts.append(shard.tokens[:wanted])
+        wanted -= len(parts[-1])
+        if not wanted:
+            break
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))[None]
 
 
 def prompt_of(lm: "LanguageModel", prompt_file: str | None, length: int) -> "Tensor":

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from maglev.evaluate.requests import Request, Score
     from maglev.evaluate.scoring import ScoringRun
 
+# in scores, by what they know their run again; in no result
+IDENTITY = ("settings", "weights_sha256")
+
 ReadingMethod = Annotated[
     str,
     typer.Option("--reading", help="Recurrent memories by passes to the fixed point (parallel), or by steps (step)."),
@@ -113,6 +116,7 @@ def score(
 ) -> None:
     """Answer requests, token ids to log-probabilities, with the core alone."""
     from maglev.evaluate.requests import load_requests, save_scores
+    from maglev.evaluate.runs import weights_digest
     from maglev.evaluate.table_facts import telling_settings
     from maglev.runs import read_config
 
@@ -124,7 +128,8 @@ def score(
     began = time.monotonic()
     found = scored(opened, asked.requests)
     seconds = round(time.monotonic() - began, 1)
-    save_scores(out, asked, found, opened.facts | {"settings": telling_settings(read_config(run))})
+    identity = {"settings": telling_settings(read_config(run)), "weights_sha256": weights_digest(run, say)}
+    save_scores(out, asked, found, opened.facts | identity)
     facts = opened.facts | {"scores": str(out), "count": len(found), "seconds": seconds}
     emit(facts | effort_of(opened), as_json, render_scored)
 
@@ -262,7 +267,8 @@ def aggregate(run: Path | None, scores: Path, data: Path | None) -> dict[str, An
             f"{scores} does not say what was asked of whom ({error}); make it again with 'maglev eval score'"
         ) from None
     # several runs may have answered what was built for one of them
-    folder = run or (scored_run if (scored_run / TOKENIZER).is_file() else built_for)
+    is_here = (scored_run / TOKENIZER).is_file() or not (built_for / TOKENIZER).is_file()
+    folder = run or (scored_run if is_here else built_for)
     setting = setting if data is None else replace(setting, data=str(data))
     tokenizer = run_tokenizer(folder)
     if tokenizer.fingerprint != found.tokenizer:
@@ -272,13 +278,14 @@ def aggregate(run: Path | None, scores: Path, data: Path | None) -> dict[str, An
     with tempfile.TemporaryDirectory() as work:
         results = evaluate(HarnessLM(tokenizer, replay, setting.max_length), setting, Path(work))
     replay.check(tokenizer.fingerprint)
-    facts = {key: value for key, value in found.model.items() if key != "settings"}
+    facts = {key: value for key, value in found.model.items() if key not in IDENTITY}
     facts["run"] = str(folder if (folder / CONFIG).is_file() else scored_run)
     return write_down(folder, results, facts, asdict(setting) | {"cut": cut})
 
 
 def check_scored(model: dict[str, Any], scores: Path, folder: Path) -> None:
     """A run's folder keeps its own numbers alone; prepared data lends the tokenizer to anybody and keeps nothing."""
+    from maglev.evaluate.runs import weights_digest
     from maglev.evaluate.table_facts import same_settings, telling_settings
     from maglev.runs import CONFIG, read_config
 
@@ -286,7 +293,12 @@ def check_scored(model: dict[str, Any], scores: Path, folder: Path) -> None:
         return
     config = read_config(folder)
     same = (model["recipe"], model["seed"]) == (config.recipe, config.train.seed)
-    if not same or not same_settings(model.get("settings", {}), telling_settings(config)):
+    same = same and same_settings(model.get("settings"), telling_settings(config))
+    scored = model.get("weights_sha256")
+    # a run that was trained on since has other weights, and is the same
+    if same and isinstance(scored, list) and (own := weights_digest(folder, say)) is not None:
+        same = own[0] != scored[0] or list(own) == scored
+    if not same:
         raise RequestError(
             f"{scores} are scores of {model['run']} ({model['recipe']}, seed {model['seed']}), and {folder} is another "
             f"run ({config.recipe}, seed {config.train.seed}); name the one that was scored, or prepared data with its "

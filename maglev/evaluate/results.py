@@ -28,7 +28,7 @@ def load_results(run: Path, kind: str) -> list[dict[str, Any]]:
             value = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
             raise RequestError(f"{path} cannot be read ({error}); evaluate the run again") from None
-        if not isinstance(value, dict) or "recipe" not in value:
+        if not isinstance(value, dict) or not isinstance(value.get("recipe"), str):
             raise RequestError(f"{path} is not a result of 'maglev eval'; move it away or evaluate the run again")
         found.append(value)
     return found

@@ -1,5 +1,6 @@
 """Load a run with all it was trained with, to measure it."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,17 @@ def load_objective(
         objective.decoder.embedding.compute_dtype = torch.bfloat16
     objective.decoder = rounded(objective.decoder, weights)
     return config, objective, found.step
+
+
+def weights_digest(run: Path, report: Callable[[str], None]) -> tuple[int, str] | None:
+    """Step and SHA-256 of the decoder in the newest whole checkpoint: two runs of one recipe are told apart by it."""
+    found = newest(run, report)
+    if found is None:
+        return None
+    digest = hashlib.sha256()
+    for name, tensor in sorted(found.tensors("decoder").items()):
+        digest.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.step, digest.hexdigest()
 
 
 def has_prefiller(run: Path, report: Callable[[str], None]) -> bool:

@@ -147,8 +147,8 @@ def check_texts(facts: Sequence[Facts]) -> None:
     seen: dict[str, tuple[str, int]] = {}
     for run in facts:
         for result in run["bpb"]:
-            first, size = seen.setdefault(result["data"], (run["run"], result.get("bytes")))
-            if result.get("bytes") != size:
+            first, size = seen.setdefault(result["data"], (run["run"], result["bytes"]))
+            if result["bytes"] != size:
                 raise RequestError(
                     f"{first} and {run['run']} were measured on {size:,} and {result['bytes']:,} bytes of a text "
                     f"that both call {result['data']!r}; measure them on the same one, or name the folders apart"

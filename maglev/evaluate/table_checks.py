@@ -27,6 +27,9 @@ METRICS = {task.name: (task.metric,) for task in TASKS} | {"lambada_openai": ("a
 def check_facts(run: Any) -> None:
     """ValueError, with what is wrong."""
     require_keys(run, KEYS, "a run")
+    if "stopped_at" in run:
+        require_keys(run, {"stopped_at": int}, "a run that was not finished")
+        require_keys(run["settings"], {"train.steps": int}, f"settings of {run['run']}")
     curves = [run["training"].get(key) for key in CURVES]
     if not all(isinstance(curve, list) for curve in curves) or len({len(curve) for curve in curves}) > 1:
         raise ValueError(f"the training of {run['run']} has no curves of one length")

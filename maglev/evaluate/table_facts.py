@@ -3,12 +3,13 @@
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from maglev import files
-from maglev.config import RunConfig
+from maglev.config import ClosedMaglevConfig, RunConfig
 from maglev.errors import RequestError
 from maglev.evaluate.paper_tasks import TASKS
 from maglev.evaluate.results import FOLDER, load_results
@@ -25,6 +26,9 @@ POINTS = 200
 # what does not make another row of the table
 SECTIONS = ("model.", "objective.", "optimizer.", "data.")
 TRAINING = ("train.steps", "train.tokens_per_step")
+
+# of training; a rollout that begins there costs nothing
+BEFORE_THE_END = 1 - 1e-9
 
 Facts = dict[str, Any]
 
@@ -111,9 +115,10 @@ def telling_settings(config: RunConfig) -> Facts:
     return {key: value for key, value in values.items() if tells(key)}
 
 
-def same_settings(first: Facts, second: Facts) -> bool:
+def same_settings(stored: Any, own: Facts) -> bool:
     """As far as both have them: later versions have more."""
-    return all(first[key] == second[key] for key in first.keys() & second.keys())
+    found = as_dict(stored)
+    return all(found[key] == own[key] for key in found.keys() & own.keys())
 
 
 def facts_of(run: Path) -> Facts:
@@ -138,7 +143,7 @@ def facts_of(run: Path) -> Facts:
         "settings": settings,
         "parameters": describe(config)["parameters"]["deployed"],
         "tokens": tokens,
-        "training_flops": 3 * objective_flops(config) * tokens,
+        "training_flops": 3 * objective_flops(until(config, stopped_at)) * tokens,
         "state_bytes": state_nbytes(config.model, BYTES["bfloat16"]),
         "bpb": bpb,
         "tasks": tasks,
@@ -151,6 +156,14 @@ def facts_of(run: Path) -> Facts:
     except ValueError as error:
         raise RequestError(f"a result in {run / FOLDER} is damaged ({error}); evaluate the run again") from None
     return found
+
+
+def until(config: RunConfig, step: int | None) -> RunConfig:
+    """As it costs up to that step: rollouts begin late, and what was stopped before has made none."""
+    if step is None or not isinstance(config.objective, ClosedMaglevConfig):
+        return config
+    start = config.objective.rollout_start * training_steps(config)
+    return replace(config, objective=replace(config.objective, rollout_start=min(start / max(1, step), BEFORE_THE_END)))
 
 
 def step_of(run: Path, recipe: str, results: Sequence[Facts], steps: int) -> int | None:

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from maglev.__main__ import main
 from maglev.bench import train_worker
+from maglev.cli.bench import held_out_prompt
+from maglev.data.shards import open_data
 from maglev.errors import WorkError
 from maglev.recipes import run_config
 from tests.small_runs import Train, one_line
@@ -71,8 +74,13 @@ def test_a_run_reads_what_was_held_out(
     assert main([*words, str(data), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["text"] == f"held-out text of {data.name}" and result["rows"][1]["tokens"] == 30
+    # documents one after another, over the ends of shards
+    split = open_data(data).splits["validation"]
+    tokens = np.concatenate([shard.tokens for shard in split.shards])
+    assert np.array_equal(held_out_prompt(Path(run), data, split.tokens)[0], tokens)
+    assert np.array_equal(held_out_prompt(Path(run), data, 30)[0], tokens[:30])
     for more, line in (
-        ([str(data), "--tokens", "1000000"], "has"),
+        ([str(data), "--tokens", "1000000"], f"the held-out text of {data} has {split.tokens:,}; ask for fewer"),
         ([str(other_data)], "does not match the data"),
         ([str(tmp_path)], "not a data folder"),
         ([str(data), "--prompt-file", "a.txt"], "exclude each other"),

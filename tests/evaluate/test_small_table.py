@@ -128,7 +128,9 @@ def test_rows_are_processes_and_keep_what_they_took(
 ) -> None:
     out, keep = tmp_path / "small.json", tmp_path / "runs"
     # what is not usual of all rows is part of each one's name
-    name = "swa-ssss-depth-1-window-8-model.context-32-train.tokens-per-step-128-train.steps-3-3"
+    words = toy(data, "--seeds", 3)
+    name = script.job_of("swa-ssss", 3, script.parse(["rows", "swa-ssss", *words]), tmp_path).facts["name"]
+    assert name.startswith("swa-ssss-depth-1-window-8-model.context-32-")
     words = toy(data, "--keep", keep, "--out", out, "--jobs", 2, "--seeds", 3)
     assert script.main(["rows", "swa-ssss", *words]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -199,7 +201,16 @@ def test_a_row_is_started_with_its_own_options_last(script: ModuleType, tmp_path
     asked = script.parse(job.command[2:])
     assert (asked.model, asked.seed, asked.passes, asked.set) == ("swa-ssss", 3, 2, ["c=d", "a=b"])
     assert (asked.data, asked.text, asked.requests) == (Path("d"), [Path("e"), Path("f")], Path("r"))
-    assert asked.name == "swa-ssss-passes-2-set-a-b-c-d-3" and job.facts["row"].endswith("seed 3")
+    assert asked.name.startswith("swa-ssss-passes-2-set-a-b-c-d-3-") and job.facts["row"].endswith("seed 3")
+    names = [
+        ["swa-ssss"],
+        ["swa-ssss --passes=2"],
+        *([f"swa-ssss --set=a={value}"] for value in ("1", "-1", "1" * 300)),
+    ]
+    parsed = [script.parse(["rows", *own, "--data", "d"]) for own in names]
+    found = [script.job_of(own.rows[0], 0, own, tmp_path).facts["name"] for own in parsed]
+    # those of the stored rows stay as they were, no two are the same, and a file may be called so
+    assert found[:2] == ["swa-ssss-0", "swa-ssss-passes-2-0"] and len({*found}) == 5 and max(map(len, found)) < 120
 
 
 def test_a_missing_peer_ends_in_one_line(

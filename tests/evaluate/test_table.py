@@ -88,6 +88,16 @@ def test_a_run_that_was_not_finished_says_so(tmp_path: Path, capsys: pytest.Capt
     swa, own = lines.values()
     assert own.costs["tokens"] == swa.costs["tokens"] * 20 / 50
     assert own.costs["training_flops"] < swa.costs["training_flops"]
+    # rollouts begin at .6 of training: what stopped before has made none, what stopped after made fewer
+    closed = make_run(tmp_path, "maglev-closed", 0, recurrent=1.28)
+    costs = {}
+    for step in (50, 40, 20):
+        change_result(closed, "bpb-fineweb-recurrent.json", step=step)
+        (facts,) = collect([closed])
+        costs[step] = facts["training_flops"] / facts["tokens"]
+    alone = costs[20]
+    assert alone < costs[40] < costs[50]
+    assert (costs[40] - alone) / (costs[50] - alone) == pytest.approx((40 - 30) / 40 / 0.4)
     # bold is among equal tokens
     assert not own.cells["fw"].best
     # seeds that stopped elsewhere are another line

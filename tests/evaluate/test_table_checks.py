@@ -44,6 +44,8 @@ ACCURACY = ("tasks", 0, "tasks", "piqa", "acc_recurrent")
         (("recall",), [{"recipe": "swa-ssss"}], "recall of swa-ssss-0-50 has no"),
         (("seed",), "zero", "seed in a run is 'zero'"),
         (("settings",), GONE, "a run has no 'settings'"),
+        (("stopped_at",), None, "stopped_at in a run that was not finished is None"),
+        (("stopped_at",), "x", "stopped_at in a run that was not finished is 'x'"),
     ],
 )
 def test_damaged_facts_end_in_one_line(
@@ -70,3 +72,6 @@ def test_a_damaged_result_of_a_run_ends_in_one_line(
     save_result(run, name, {"recipe": "swa-ssss", "tasks": {"piqa": {}}, "setting": 3})
     assert main(["table", str(run), "--out", str(tmp_path / "out")]) == 2
     assert "eval is damaged (" in one_line(capsys)
+    save_result(run, name, {"recipe": ["swa-ssss"]})
+    assert main(["table", str(run), "--out", str(tmp_path / "out")]) == 2
+    assert "is not a result of 'maglev eval'" in one_line(capsys)

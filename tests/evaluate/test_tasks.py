@@ -249,7 +249,8 @@ def test_scores_go_to_the_run_that_was_scored_and_to_no_other(
     said(["eval", "tasks", str(first), *words], capsys)
     said(["eval", "score", str(second), "--requests", asked, "--out", str(scores)], capsys)
     found = said(["eval", "tasks", "--scores", str(scores)], capsys)
-    assert (found["run"], found["recipe"]) == (str(second), "maglev-shared-0.1") and "settings" not in found
+    assert (found["run"], found["recipe"]) == (str(second), "maglev-shared-0.1")
+    assert not {"settings", "weights_sha256"} & found.keys()
     assert load_results(second, "tasks") == [found] and not load_results(first, "tasks")
     assert main(["eval", "tasks", str(first), "--scores", str(scores)]) == 2
     line = one_line(capsys)
@@ -267,6 +268,24 @@ def test_scores_go_to_the_run_that_was_scored_and_to_no_other(
     (same / "config.json").write_text(json.dumps(config))
     assert main(["eval", "tasks", str(same), "--scores", str(scores)]) == 2
     assert f"{same} is another run" in one_line(capsys)
+    # and so is one whose weights differ in one bit, though it is called the same; a copy is not
+    shutil.copy(first / "config.json", same / "config.json")
+    assert said(["eval", "tasks", str(same), "--scores", str(scores)], capsys)["run"] == str(same)
+    value = json.loads(scores.read_text())
+    step, digest = value["model"]["weights_sha256"]
+    for identity, status in (([step, "0" + digest[1:-1] + "x"], 2), ([step + 1, "another"], 0), (None, 0)):
+        scores.write_text(json.dumps(value | {"model": value["model"] | {"weights_sha256": identity}}))
+        assert main(["eval", "tasks", str(same), "--scores", str(scores)]) == status
+        capsys.readouterr()
+    for settings in (None, [], "none"):
+        scores.write_text(json.dumps(value | {"model": value["model"] | {"settings": settings}}))
+        assert main(["eval", "tasks", str(same), "--scores", str(scores)]) == 0
+    # neither is here: the one that was scored is asked for
+    gone = {"model": value["model"] | {"run": "gone"}, "setting": value["setting"] | {"run": "elsewhere"}}
+    scores.write_text(json.dumps(value | gone))
+    capsys.readouterr()
+    assert main(["eval", "tasks", "--scores", str(scores)]) == 2
+    assert one_line(capsys).startswith("maglev: gone is not a run folder")
 
 
 def test_memories_that_a_run_has_not_are_told_before_prompts_are_built(

@@ -357,3 +357,10 @@ def test_every_verb_knows_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) 
     assert json.loads(capsys.readouterr().out)["rows"][0] == row
     with pytest.raises(RequestError, match="it may list carried, target"):
         levers(stop="elsewhere")
+    for settings, line in (
+        ({"write_gate": 3.0, "carry": 1.0}, "objective.write_gate and objective.carry exclude each other"),
+        ({"tap": 1, "head": True}, "objective.tap goes without head"),
+        ({"tap": 2}, "it must be below the depth of 2"),
+    ):
+        with pytest.raises(RequestError, match=line):
+            levers(**settings)
