@@ -7,9 +7,10 @@
 DATA and FINEWEB are folders by `maglev data prepare`, REQUESTS is a file by `maglev eval tasks --requests`; with it a
 row also answers the tasks, and `aggregate`, where lm_eval is installed, turns the answers into scores. Depth 8, context
 1024, W 256 and the rates are those of `text.py`; rows of one seed see the same rows of text in the same order. A row
-may have options and settings of its own, as "swa-ssss --passes=2 --set=train.recompute=full"; names are recipes or
-peers (`peers.py`). Each row is a process, some at a time on one device, and goes into the JSON file as it ends: `maglev
-table` makes table and figures of that. A row that fails is told and does not stop the others.
+may have options and settings of its own, as "swa-ssss --passes=2 --set=train.recompute=full"; names are recipes,
+peers (`peers.py`) or `levers` (`levers.py`), for what is being tried. Each row is a process, some at a time on one
+device, and goes into the JSON file as it ends: `maglev table` makes table and figures of that. A row that fails is told
+and does not stop the others.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import levers
 import peers
 import torch
 from text import settings_of
@@ -94,6 +96,8 @@ def row(arguments: argparse.Namespace) -> int:
 def check_inputs(arguments: argparse.Namespace, models: Sequence[str]) -> None:
     """All that is read after training, before it: minutes of it must not end in a missing file."""
     parse_assignments(arguments.set)
+    if "levers" in models:
+        levers.register()
     for model in models:
         if model not in RECIPES and model not in peers.PEERS:
             raise RequestError(f"no recipe or peer {model!r}; known: {', '.join([*RECIPES, *peers.PEERS])}")

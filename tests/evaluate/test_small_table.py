@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from maglev import config, objectives, recipes
 from maglev.__main__ import main
 from maglev.bench.sources import source_fingerprint
 from maglev.evaluate import paper_tasks
@@ -211,6 +212,25 @@ def test_a_row_is_started_with_its_own_options_last(script: ModuleType, tmp_path
     found = [script.job_of(own.rows[0], 0, own, tmp_path).facts["name"] for own in parsed]
     # those of the stored rows stay as they were, no two are the same, and a file may be called so
     assert found[:2] == ["swa-ssss-0", "swa-ssss-passes-2-0"] and len({*found}) == 5 and max(map(len, found)) < 120
+
+
+def test_levers_are_a_row_with_their_settings(
+    script: ModuleType,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # gone after the test
+    for registry in (config.OBJECTIVE_KINDS, recipes.RECIPES):
+        monkeypatch.setitem(registry, "levers", None)
+        monkeypatch.delitem(registry, "levers")
+    monkeypatch.setattr(objectives, "OTHERS", {})
+    words = ["--set", "objective.separate=true", "--set", "objective.rollout=2"]
+    assert script.main(["row", "levers", *toy(data, *words)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"] == "levers" and found["settings"]["objective.separate"] is True
+    assert {result["memory"] for result in found["bpb"]} == {"recurrent", "lifted", "refined"}
 
 
 def test_a_missing_peer_ends_in_one_line(
