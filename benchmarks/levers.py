@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from maglev import objectives
 from maglev.__main__ import main
-from maglev.config import OBJECTIVE_KINDS, ClosedMaglevConfig, RunConfig, SeparateMaglevConfig
+from maglev.config import OBJECTIVE_KINDS, ClosedMaglevConfig, RunConfig
 from maglev.model.attention import Attend
 from maglev.model.decoder import Decoder, Scales, attend_in_parallel
 from maglev.model.layers import MLP, Linear, Readout
@@ -32,7 +32,7 @@ from maglev.model.state import DecoderState
 from maglev.model_config import ModelConfig
 from maglev.objectives.closed_loop import ClosedLoopObjective
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss, token_mean
-from maglev.objectives.prefiller import Prefiller, SeparatePrefiller, SharedPrefiller
+from maglev.objectives.prefiller import Prefiller, SharedPrefiller, build_prefiller
 from maglev.objectives.sweeps import Sweeps, scatter
 from maglev.ops.inject import rms_norm
 from maglev.ops.rotation import rotation
@@ -71,7 +71,6 @@ class LeversConfig(ClosedMaglevConfig):
     tap: what is carried is the stream before the last `tap` blocks, for Q too; what is predicted is behind them: they
     are free to write an answer over what is to be kept. The consistency is of both. 0 is the paper's, one state.
     head: an MLP between memory and readout, for Q too, so that what is predicted need not stand in what is carried.
-    separate: Q has blocks of its own, on P's embedding and readout; P's are then not asked to serve two networks.
     """
 
     kind: Literal["levers"] = "levers"  # type: ignore[assignment]
@@ -95,7 +94,6 @@ class LeversConfig(ClosedMaglevConfig):
     carry: float = 0.0
     tap: int = 0
     head: bool = False
-    separate: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,8 +117,13 @@ class LeversConfig(ClosedMaglevConfig):
         kinds = [name for name in ("write_gate", "carry", "tap") if getattr(self, name)]
         require(len(kinds) <= 1, f"objective.{' and objective.'.join(kinds)} exclude each other; give one of them")
         require(
-            not self.tap or not (self.head or self.separate or self.write_both),
-            "objective.tap goes without head, separate and write_both; leave them away",
+            not self.tap or not (self.head or self.write_both),
+            "objective.tap goes without head and write_both; leave them away",
+        )
+        own_q = self.sharing != ClosedMaglevConfig.sharing or self.prefiller_depth or self.prefiller_from
+        require(
+            not own_q or not (self.tap or self.write_both),
+            "objective.tap and objective.write_both go with Q in P's blocks alone; leave its settings away",
         )
         require(
             set(filter(None, self.stop.split(","))) <= set(STOPS),
@@ -413,11 +416,9 @@ def build(config: RunConfig) -> LeversObjective:
         decoder = CarryingDecoder(model, own.carry) if own.carry else Decoder(model)
     if own.head:
         decoder.readout = HeadedReadout(model)
-    if own.separate:
-        wanted = SeparateMaglevConfig(prefiller_pattern=own.prefiller_pattern)
-        return LeversObjective(decoder, SeparatePrefiller(model, wanted), own)
-    shared = KeepingPrefiller if own.write_both and type(decoder) is not Decoder else SharedPrefiller
-    return LeversObjective(decoder, shared(model, own.prefiller_pattern), own)
+    if own.write_both and type(decoder) is not Decoder:
+        return LeversObjective(decoder, KeepingPrefiller(model, own.prefiller_pattern), own)
+    return LeversObjective(decoder, build_prefiller(model, own), own)
 
 
 def levers() -> Recipe:

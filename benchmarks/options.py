@@ -3,6 +3,7 @@ what it shares with P, a frozen pretrained Q, an SWA as P's start.
 
     PYTHONPATH=. python3 benchmarks/options.py --steps 2000 --out options.json            # on the recall task
     PYTHONPATH=. python3 benchmarks/options.py --data DATA --depth 8 --window 256 --steps 700    # on a prepared text
+    PYTHONPATH=. python3 benchmarks/options.py --recipe maglev-closed                        # where the loop is closed
 
 Each option is a run of the one loop, validated at its end: recurrent quality (recall beyond the plain reach, or bits
 per byte), the same lifted, what a step of the recurrence leaves of a disturbance. Beside it parameters, state bytes in
@@ -53,7 +54,7 @@ from maglev.train import launch
 from maglev.train.param_groups import REFERENCE_TOKENS_PER_STEP
 from maglev.train.task import Recall, Task, Text
 
-SWA, SEPARATE = "swa-ssss", "maglev-separate-0.1"
+SWA, SEPARATE, CLOSED = "swa-ssss", "maglev-separate-0.1", "maglev-closed"
 TOGETHER = ("shared_kv+slots", "shared_kv+layer_residual", "shared_kv+cross_attention")
 QUICK = {"depth": 2, "context": 64, "window": 8, "steps": 3, "rows": 4, "tokens_per_step": 256}
 COLUMNS = ("recurrent", "lifted", "contraction_step", "deployed", "prefiller", "state_bytes")
@@ -73,6 +74,8 @@ class Option(NamedTuple):
 
 
 def all_options(recipe: str, depth: int) -> dict[str, Option]:
+    """Rows about Q are of a recipe that takes its settings."""
+    with_q = recipe if recipe == CLOSED else SEPARATE
     found = {"swa": Option("baseline", SWA, {})}
     for injection in (*INJECTIONS, *TOGETHER):
         found[f"injection {injection}"] = Option("injection", recipe, {"model.injection": injection})
@@ -87,12 +90,12 @@ def all_options(recipe: str, depth: int) -> dict[str, Option]:
         "Q twice as wide": {"width": 2 * width},
     }.items():
         keys = {f"objective.prefiller_{key}": value for key, value in settings.items()}
-        found[name] = Option("strength", SEPARATE, keys)
+        found[name] = Option("strength", with_q, {"objective.sharing": "embedding"} | keys)
     first, last = f"0-{half - 1}", f"{depth - half}-{depth - 1}"
     for words in ("none", "embedding,attention", "embedding,mlp", f"embedding,{first}", f"embedding,{last}"):
-        found[f"sharing {words}"] = Option("sharing", SEPARATE, {"objective.sharing": words})
-    found["sharing all"] = Option("sharing", SEPARATE, {"objective.sharing": "embedding,attention,mlp"})
-    found["teacher"] = Option("teacher", SEPARATE, {}, ("teacher", "objective.prefiller_from"))
+        found[f"sharing {words}"] = Option("sharing", with_q, {"objective.sharing": words})
+    found["sharing all"] = Option("sharing", with_q, {"objective.sharing": "embedding,attention,mlp"})
+    found["teacher"] = Option("teacher", with_q, {}, ("teacher", "objective.prefiller_from"))
     for injection in ("shared_kv", "residual"):
         start = Option("start", recipe, {"model.injection": injection}, ("swa", "train.init_from"))
         found[f"from swa {injection}"] = start
@@ -228,7 +231,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 def parse(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--options", nargs="+", metavar="NAME", help="some of them, by the beginning of their names")
-    parser.add_argument("--recipe", default="maglev-shared-0.1", help="of the rows that are not about Q")
+    about = f"of all rows if {CLOSED}, else of those that are not about Q"
+    parser.add_argument("--recipe", default="maglev-shared-0.1", help=about)
     parser.add_argument("--data", type=Path, help="a prepared text; without it the recall task")
     parser.add_argument("--teacher", type=Path, help="a Hugging Face folder with the task's tokenizer")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])

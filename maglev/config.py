@@ -48,13 +48,45 @@ class SharedMaglevConfig:
 
 
 @dataclass(frozen=True)
-class ClosedMaglevConfig(SharedMaglevConfig):
+class SeparateMaglevConfig:
+    """Maglev whose prefiller Q has blocks of its own; depth and width of 0 mean the decoder's.
+
+    `sharing` lists what it takes of the decoder all the same: `embedding`, `attention` or `mlp` of all its layers,
+    whole layers by number (`0`, `2-5`), or `none`. `prefiller_from` is the folder of a Hugging Face model that serves
+    as Q, frozen; depth and width are then that model's.
+    """
+
+    kind: Literal["maglev_separate"] = "maglev_separate"
+    consistency_weight: float = 1.0
+    prefiller_pattern: str = "SLSL"
+    prefiller_depth: int = 0
+    prefiller_width: int = 0
+    sharing: str = "embedding"
+    prefiller_from: str = ""
+
+    def __post_init__(self) -> None:
+        check_consistency_weight(self.consistency_weight)
+        for name in ("prefiller_pattern", "sharing") if self.prefiller_from else ():
+            require(
+                getattr(self, name) == getattr(type(self), name),
+                f"objective.{name} does not go with objective.prefiller_from, which is taken as it is; leave one away",
+            )
+        for name in ("prefiller_depth", "prefiller_width"):
+            value = getattr(self, name)
+            require(value >= 0, f"objective.{name} is {value}; it must be at least 1, or 0 for the decoder's")
+
+
+@dataclass(frozen=True)
+class ClosedMaglevConfig(SeparateMaglevConfig):
     """Maglev for the loop that it will run in: Q predicts tokens too, with a loss of this weight, and P reads `rollout`
     tokens in a row on memories of its own, once `rollout_start` of training is done. `steady` weighs how far the
     memories that it writes there are from those that it wrote on Q's: the nearer, the fewer passes reading takes.
-    `noise` is the standard deviation of what is added to every memory that P reads in training; its own size is 1."""
+    `noise` is the standard deviation of what is added to every memory that P reads in training; its own size is 1. Q
+    borrows the decoder's blocks unless `sharing` says otherwise."""
 
     kind: Literal["maglev_closed"] = "maglev_closed"  # type: ignore[assignment]
+    consistency_weight: float = 0.1
+    sharing: str = "embedding,attention,mlp"
     prefiller_weight: float = 0.5
     rollout: int = 4
     rollout_start: float = 0.6
@@ -78,35 +110,6 @@ class ClosedMaglevConfig(SharedMaglevConfig):
     def own_passes(self) -> float:
         """Of P on its own memories in a step, the mean over training."""
         return 1 - self.rollout_start
-
-
-@dataclass(frozen=True)
-class SeparateMaglevConfig:
-    """Maglev whose prefiller Q has blocks of its own; depth and width of 0 mean the decoder's.
-
-    `sharing` lists what it takes of the decoder all the same: `embedding`, `attention` or `mlp` of all its layers,
-    whole layers by number (`0`, `2-5`), or `none`. `prefiller_from` is the folder of a Hugging Face model that serves
-    as Q, frozen; depth and width are then that model's.
-    """
-
-    kind: Literal["maglev_separate"] = "maglev_separate"
-    consistency_weight: float = 1.0
-    prefiller_pattern: str = "SLSL"
-    prefiller_depth: int = 0
-    prefiller_width: int = 0
-    sharing: str = "embedding"
-    prefiller_from: str = ""
-
-    def __post_init__(self) -> None:
-        check_consistency_weight(self.consistency_weight)
-        for name in ("prefiller_pattern", "sharing") if self.prefiller_from else ():
-            require(
-                getattr(self, name) == getattr(SeparateMaglevConfig, name),
-                f"objective.{name} does not go with objective.prefiller_from, which is taken as it is; leave one away",
-            )
-        for name in ("prefiller_depth", "prefiller_width"):
-            value = getattr(self, name)
-            require(value >= 0, f"objective.{name} is {value}; it must be at least 1, or 0 for the decoder's")
 
 
 @dataclass(frozen=True)

@@ -129,12 +129,12 @@ def objective_flops(config: RunConfig) -> float:
     if isinstance(objective, LRTConfig):
         # interleaved: one full pass, then S passes over 1/S of the positions each
         return forward * (2 if objective.schedule == "interleaved" else objective.passes)
+    if isinstance(objective, ClosedMaglevConfig):
+        # P on Q's memories and, as soon as it does, on its own, and Q's readout
+        forward += forward * objective.own_passes
+        forward += 2 * model.vocab_size * model.width * (objective.prefiller_weight > 0)
     if isinstance(objective, SharedMaglevConfig):
         windows = tile_windows(objective.prefiller_pattern, model.depth, model.window, model.context)
-        if isinstance(objective, ClosedMaglevConfig):
-            # P on Q's memories and, as soon as it does, on its own, and Q's readout
-            forward += forward * objective.own_passes
-            forward += 2 * model.vocab_size * model.width * (objective.prefiller_weight > 0)
         return forward + stack_flops(model, windows)
     if objective.prefiller_from:
         # as if it were a Transformer of that depth and width; it has no backward

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from maglev.config import ClosedMaglevConfig, LRTConfig, NextTokenConfig, RunConfig, SharedMaglevConfig
+from maglev.config import ClosedMaglevConfig, LRTConfig, NextTokenConfig, RunConfig
 from maglev.model.decoder import Decoder
 from maglev.model.init import initialise
 from maglev.objectives.closed_loop import ClosedLoopObjective
@@ -11,8 +11,7 @@ from maglev.objectives.losses import Losses, Objective
 from maglev.objectives.lrt import LRTObjective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.objectives.next_token import NextTokenObjective
-from maglev.objectives.prefiller import SeparatePrefiller, SharedPrefiller
-from maglev.objectives.pretrained import PretrainedPrefiller
+from maglev.objectives.prefiller import build_prefiller
 from maglev.recipes import PAPER_DEPTH, run_config
 
 __all__ = ["Losses", "Objective", "build", "build_objective"]
@@ -45,10 +44,7 @@ def build_objective(config: RunConfig) -> Objective:
         return NextTokenObjective(decoder)
     if isinstance(objective, LRTConfig):
         return LRTObjective(decoder, objective)
-    if isinstance(objective, SharedMaglevConfig):
-        shared = SharedPrefiller(config.model, objective.prefiller_pattern)
-        if isinstance(objective, ClosedMaglevConfig):
-            return ClosedLoopObjective(decoder, shared, objective)
-        return MaglevObjective(decoder, shared, objective.consistency_weight)
-    kind = PretrainedPrefiller if objective.prefiller_from else SeparatePrefiller
-    return MaglevObjective(decoder, kind(config.model, objective), objective.consistency_weight)
+    prefiller = build_prefiller(config.model, objective)
+    if isinstance(objective, ClosedMaglevConfig):
+        return ClosedLoopObjective(decoder, prefiller, objective)
+    return MaglevObjective(decoder, prefiller, objective.consistency_weight)

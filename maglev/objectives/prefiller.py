@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from maglev.config import SeparateMaglevConfig, prefiller_config, sharing_of
+from maglev.config import SeparateMaglevConfig, SharedMaglevConfig, Sharing, prefiller_config, sharing_of
 from maglev.model.attention import Attention, Block
 from maglev.model.decoder import Decoder, Scales, attend_in_parallel, run_blocks
 from maglev.model.layers import MLP, Embedding, Linear
@@ -97,3 +97,16 @@ class SeparatePrefiller(nn.Module):
 
 
 Prefiller = SharedPrefiller | SeparatePrefiller | PretrainedPrefiller
+
+
+def build_prefiller(model: ModelConfig, objective: SharedMaglevConfig | SeparateMaglevConfig) -> Prefiller:
+    """With its weights unset."""
+    if isinstance(objective, SharedMaglevConfig):
+        return SharedPrefiller(model, objective.prefiller_pattern)
+    if objective.prefiller_from:
+        return PretrainedPrefiller(model, objective)
+    layers = frozenset(range(model.depth))
+    same_depth = prefiller_config(model, objective).depth == model.depth
+    if same_depth and sharing_of(model, objective) == Sharing(True, layers, layers):
+        return SharedPrefiller(model, objective.prefiller_pattern)
+    return SeparatePrefiller(model, objective)

@@ -226,10 +226,10 @@ def test_levers_are_a_row_with_their_settings(
         monkeypatch.setitem(registry, "levers", None)
         monkeypatch.delitem(registry, "levers")
     monkeypatch.setattr(objectives, "OTHERS", {})
-    words = ["--set", "objective.separate=true", "--set", "objective.rollout=2"]
+    words = ["--set", "objective.rollout_from=1", "--set", "objective.rollout=2"]
     assert script.main(["row", "levers", *toy(data, *words)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["recipe"] == "levers" and found["settings"]["objective.separate"] is True
+    assert found["recipe"] == "levers" and found["settings"]["objective.rollout_from"] == 1
     assert {result["memory"] for result in found["bpb"]} == {"recurrent", "lifted", "refined"}
 
 

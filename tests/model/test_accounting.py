@@ -10,6 +10,7 @@ from maglev.model.accounting import (
     objective_flops,
     pass_flops,
     plain_parameters,
+    prefiller_parameters,
     training_steps,
 )
 from maglev.objectives import Objective, build_objective
@@ -127,6 +128,18 @@ def test_training_flops_of_a_separate_prefiller_are_those_of_its_matrices_and_pa
     width = objective.prefiller.blocks[0].mlp.up_proj.weight.shape[1]
     extra = 2 * matrices + 4 * width * visible_pairs(objective.prefiller.windows, 16) / 16
     assert objective_flops(config) == pytest.approx(brute_force_forward(config) + extra)
+
+
+def test_training_flops_of_a_closed_loop_are_those_of_its_q_and_of_what_the_loop_adds() -> None:
+    shape = {"model.context": 16, "model.window": 5, "model.vocab_size": 50, "model.injection": "shared_kv"}
+    shape |= {"objective.sharing": "embedding", "objective.prefiller_depth": 3}
+    closed = run_config("maglev-closed", 2, shape | {"objective.rollout_start": 0.25})
+    separate = run_config("maglev-separate-1", 2, shape)
+    more = objective_flops(closed) - objective_flops(separate)
+    assert more == pytest.approx(0.75 * brute_force_forward(closed) + 2 * 50 * 128)
+    assert prefiller_parameters(closed) == prefiller_parameters(separate)
+    shared, borrowing = run_config("maglev-shared-1", 2), run_config("maglev-closed", 2)
+    assert prefiller_parameters(borrowing) == prefiller_parameters(shared)
 
 
 def test_training_flops_of_a_shared_prefiller_are_a_second_pass_over_the_blocks() -> None:

@@ -24,11 +24,14 @@ WIDTH, HEADS, KV_HEADS = 16, 2, 1
 WINDOW, CONTEXT = 3, 20
 
 
-def closed(rollout: int, weight: float = 0.5, steady: float = 0.0) -> Objective:
+SHARED = "embedding,attention,mlp"
+
+
+def closed(rollout: int, weight: float = 0.5, steady: float = 0.0, sharing: str = SHARED) -> Objective:
     return small(
         "maglev-closed", depth=2, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, window=WINDOW, context=CONTEXT,
         objective_rollout=rollout, objective_prefiller_weight=weight, objective_consistency_weight=0.3,
-        injection="shared_kv", objective_steady=steady,
+        injection="shared_kv", objective_steady=steady, objective_sharing=sharing,
     )  # fmt: skip
 
 
@@ -37,7 +40,8 @@ def naive_memories(weights: Weights, tokens: list[int], rollout: int) -> tuple[d
     zero = torch.zeros(WIDTH, dtype=torch.float64)
     shape = (HEADS, KV_HEADS, WIDTH // HEADS, "decoder.blocks")
     decoder = Network((WINDOW, WINDOW), *shape, "decoder.scales")
-    prefiller = Network((WINDOW, CONTEXT), *shape, "prefiller.scales")
+    blocks = "prefiller.blocks" if any(name.startswith("prefiller.blocks") for name in weights) else "decoder.blocks"
+    prefiller = Network((WINDOW, CONTEXT), *shape[:3], blocks, "prefiller.scales")
     x = embed(weights, tokens)
     targets = run_stack(weights, prefiller, x, previous=None)
     caches = [Cache() for _ in decoder.windows]
@@ -76,13 +80,21 @@ def naive_loss(
 
 
 @pytest.mark.parametrize(
-    ("rollout", "length", "weight", "steady"),
-    [(1, 7, 0.5, 0), (2, 9, 0.5, 0), (3, 8, 0.0, 0.7), (4, 10, 0.5, 0), (9, 5, 1, 0), (4, 9, 0.5, 2)],
+    ("rollout", "length", "weight", "steady", "sharing"),
+    [
+        (1, 7, 0.5, 0, SHARED),
+        (2, 9, 0.5, 0, SHARED),
+        (3, 8, 0.0, 0.7, SHARED),
+        (4, 10, 0.5, 0, SHARED),
+        (9, 5, 1, 0, SHARED),
+        (4, 9, 0.5, 2, SHARED),
+        (3, 8, 0.5, 0.7, "embedding"),
+    ],
 )
 def test_the_objective_and_the_gradient_of_every_parameter(
-    rollout: int, length: int, weight: float, steady: float
+    rollout: int, length: int, weight: float, steady: float, sharing: str
 ) -> None:
-    objective = closed(rollout, weight, steady)
+    objective = closed(rollout, weight, steady, sharing)
     tokens, targets = batch_of(2, length)
     targets[0, 3] = targets[1, 0] = -1
     weights = dict(objective.named_parameters())

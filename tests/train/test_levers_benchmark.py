@@ -315,13 +315,15 @@ def test_a_head_predicts_what_is_not_carried() -> None:
 
 @pytest.mark.usefixtures("script")
 def test_a_separate_prefiller_starts_as_the_shared_one_and_learns_by_itself() -> None:
-    shared, separate = (build("levers", **SHAPE, objective_separate=own) for own in (False, True))
+    shared, separate = (
+        build("levers", **SHAPE, objective_sharing=words) for words in ("embedding,attention,mlp", "embedding")
+    )
     tokens, targets = batch_of(2, 20)
     for own, other in zip(separate.decoder.parameters(), shared.decoder.parameters(), strict=True):
         assert torch.equal(own, other)
     # blocks that write nothing yet give the same memories, whosever they are
     assert torch.equal(separate(tokens, targets).total, shared(tokens, targets).total)
-    objective = levers(separate=True)
+    objective = levers(sharing="embedding")
     for name, gradient in gradients(objective(tokens, targets).total, objective).items():
         assert gradient.abs().max() > 0, name
     assert any(name.startswith("prefiller.blocks.") for name, _ in objective.named_parameters())

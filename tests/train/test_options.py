@@ -24,6 +24,7 @@ from maglev.train.task import Text
 from tests.helpers import batch_of, step_through
 from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, losses_of
 
+SEPARATE, CLOSED = "maglev-separate-0.1", "maglev-closed"
 TEXT = "The quick brown fox jumps over the lazy dog, and on it goes."
 
 
@@ -61,24 +62,27 @@ def test_injections(injection: str, data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("recipe", "settings"),
     [
-        {"objective.prefiller_pattern": "L", "objective.prefiller_depth": 3},
-        {"objective.prefiller_width": 128},
-        {"objective.sharing": "none", "objective.prefiller_width": 64, "objective.prefiller_depth": 1},
-        {"objective.sharing": "embedding,attention"},
-        {"objective.sharing": "mlp,0"},
+        (SEPARATE, {"objective.prefiller_pattern": "L", "objective.prefiller_depth": 3}),
+        (SEPARATE, {"objective.prefiller_width": 128}),
+        (SEPARATE, {"objective.sharing": "none", "objective.prefiller_width": 64, "objective.prefiller_depth": 1}),
+        (SEPARATE, {"objective.sharing": "embedding,attention"}),
+        (SEPARATE, {"objective.sharing": "mlp,0"}),
+        (CLOSED, {"objective.sharing": "embedding", "objective.prefiller_depth": 3}),
+        (CLOSED, {"objective.sharing": "none", "objective.prefiller_width": 128}),
+        (CLOSED, {"objective.prefiller_depth": 1}),
     ],
     ids=str,
 )
-def test_prefillers(settings: dict[str, Any], data: Path, tmp_path: Path) -> None:
+def test_prefillers(recipe: str, settings: dict[str, Any], data: Path, tmp_path: Path) -> None:
     """Strength of Q against that of P, and what the two share; a resumed run goes on to the bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert "bpb_lifted" in trained_run("maglev-separate-0.1", data, whole, settings)
+    assert "bpb_lifted" in trained_run(recipe, data, whole, settings)
     shutil.copytree(whole, parts)
     shutil.rmtree(parts / "checkpoints" / "step-00000006")
     chosen = SMALL | FAST | {"model.width": 64, "train.validate_every": 6} | settings
-    launch.train("maglev-separate-0.1", data, parts, Unwatched(), depth=2, settings=chosen, resume=True)
+    launch.train(recipe, data, parts, Unwatched(), depth=2, settings=chosen, resume=True)
     assert_same_tensors(whole, parts)
 
 

@@ -95,8 +95,12 @@ def test_rows_of_the_same_setting_stay(script: ModuleType, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("depth", [2, 4, 8])
-def test_every_option_can_be_built(script: ModuleType, depth: int) -> None:
-    found = script.all_options("maglev-shared-0.1", depth)
+@pytest.mark.parametrize("recipe", ["maglev-shared-0.1", "maglev-closed"])
+def test_every_option_can_be_built(script: ModuleType, recipe: str, depth: int) -> None:
+    found = script.all_options(recipe, depth)
+    assert {option.recipe == recipe for name, option in found.items() if name != "swa"} == (
+        {True} if recipe == "maglev-closed" else {True, False}
+    )
     assert {option.question for option in found.values()} == {
         "baseline", "injection", "strength", "sharing", "teacher", "start",
     }  # fmt: skip

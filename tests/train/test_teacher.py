@@ -46,11 +46,11 @@ def taught(teacher: Path) -> dict[str, Any]:
     return {"objective.prefiller_from": str(teacher)}
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_run_learns_from_a_frozen_model(kind: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "kind"), [(RECIPE, "llama"), (RECIPE, "gpt2"), ("maglev-closed", "llama")])
+def test_a_run_learns_from_a_frozen_model(recipe: str, kind: str, data: Path, tmp_path: Path) -> None:
     folder, run = make_teacher(tmp_path / "teacher", data, kind), tmp_path / "run"
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert "bpb_lifted" in trained_run(RECIPE, data, run, taught(folder))
+    assert "bpb_lifted" in trained_run(recipe, data, run, taught(folder))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     width, depth = {"llama": (48, 2), "gpt2": (36, 1)}[kind]
     objective = read_config(run).objective
