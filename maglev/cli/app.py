@@ -19,6 +19,7 @@ from maglev.cli import (
     length,
     names,
     recall,
+    report,
     serve,
     table,
     tasks,
@@ -95,6 +96,7 @@ eval_group.command("recall")(recall.recall)
 eval_group.command("names")(names.names)
 eval_group.command("length")(length.length)
 app.command("table")(table.table)
+app.command("report")(report.report)
 app.command("generate")(generate.generate)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)

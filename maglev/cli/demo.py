@@ -175,41 +175,17 @@ def compose(measured: list[Measured], out: Path, seconds: float) -> "Report":
 
 
 def run_report(entry: Measured) -> "RunReport":
-    from maglev.evaluate.report import Curve, RunReport
-    from maglev.runs import read_metrics
+    from maglev.evaluate.report import Curve
+    from maglev.evaluate.run_report import describe_run
 
-    rows = [row for row in read_metrics(entry.run) if row["kind"] == "train" and row["next_token_loss"] is not None]
-    at = [row["step"] for row in rows]
-    consistency = Curve(at, [row["consistency_loss"] for row in rows]) if entry.recipe == MAGLEV else None
-    positions = {
-        source: Curve(
-            [(first + last) / 2 for first, last, _ in found.by_position], [v for _, _, v in found.by_position]
+    bits = {
+        source: (
+            found.value,
+            Curve([(first + last) / 2 for first, last, _ in found.by_position], [v for _, _, v in found.by_position]),
         )
         for source, found in entry.results.items()
     }
-    checks = [row for row in read_metrics(entry.run) if row["kind"] == "validation" and "disturbance_left" in row]
-    checked = [row["step"] for row in checks]
-    contraction = {}
-    if checks:
-        last = f"{checks[-1]['disturbance_steps']} steps"
-        contraction = {
-            name: Curve(checked, [row["disturbance_left"][place] for row in checks])
-            for name, place in (("one step", 0), (last, -1))
-        }
-        contraction["one pass"] = Curve(checked, [row["contraction_pass"] for row in checks])
-    shares = zip(*(row["memory_share"] for row in checks), strict=True)
-    return RunReport(
-        name=entry.recipe,
-        label=LABELS[entry.recipe],
-        training=Curve(at, [row["next_token_loss"] for row in rows]),
-        consistency=consistency,
-        contraction=contraction,
-        bits_per_byte={source: found.value for source, found in entry.results.items()},
-        by_position=positions,
-        state_bytes=entry.state_bytes,
-        gap=Curve(checked, [row["bpb_recurrent_minus_lifted"] for row in checks]) if checks else None,
-        memory_share=[Curve(checked, layer) for layer in shares],
-    )
+    return describe_run(entry.run, bits, entry.state_bytes, entry.recipe, LABELS[entry.recipe])
 
 
 def render(result: dict[str, Any]) -> None:

@@ -99,6 +99,15 @@ def has_tensorboard(say: Callable[[str], None]) -> bool:
     return True
 
 
+def numbers(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A list's under names of their own: of every layer, or in their order."""
+    for name, value in row.items():
+        if isinstance(value, list):
+            yield from ((f"{name}/{place}", each) for place, each in enumerate(value))
+        else:
+            yield name, value
+
+
 class Board:
     """TensorBoard's event file, written at once: its own writer leaves that to a thread, whose errors nobody handles.
 
@@ -117,7 +126,7 @@ class Board:
             self.open()
         values = [
             Summary.Value(tag=f"{row['kind']}/{name}", simple_value=value)
-            for name, value in row.items()
+            for name, value in numbers(row)
             if isinstance(value, float)
         ]
         self.write(Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values)))

@@ -330,6 +330,11 @@ def test_the_tensorboard_of_a_resumed_run_has_each_step_once(data: Path, tmp_pat
     assert [event.step for event in seen] == [1, 2, 3, 4, 5, 6]
     assert [event.value for event in seen] == pytest.approx([loss for _, loss, _ in losses_of(run)])
     assert [event.step for event in events.Scalars("validation/bpb_lifted")] == [6]
+    # lists, too: what is left of a disturbance, and a share of every layer
+    (validation,) = [row for row in read_metrics(run) if row["kind"] == "validation"]
+    for name in ("disturbance_left", "memory_share"):
+        shown = [events.Scalars(f"validation/{name}/{place}")[0].value for place in range(len(validation[name]))]
+        assert shown and shown == pytest.approx(validation[name])
     # resuming what is finished opens no further file
     train("maglev-shared-0.1", data, run, settings, resume=True)
     assert sorted((run / "tensorboard").iterdir()) == files
