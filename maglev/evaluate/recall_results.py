@@ -12,6 +12,7 @@ from maglev import files
 from maglev.config import RunConfig, SharedMaglevConfig
 from maglev.data.recall import RecallConfig, distance_unit
 from maglev.errors import RequestError
+from maglev.evaluate.costs import start_flops, training_flops, until
 from maglev.evaluate.figures import LINE, LINE_STYLES, SIZE, colours
 from maglev.model.accounting import objective_flops
 from maglev.plots import WIDE, save_plot
@@ -56,7 +57,9 @@ def result_rows(
     """`settings` are those in which the run differs from its recipe's defaults. Of needles, `text` says what they lie
     in and whether the run was trained on them, and `gains` what they are worth, by memory source and distance.
     `trained` is in what the run's own task differs from what is asked: without it, two runs would be one row. `rows` is
-    how many were measured, where that is not the usual number: it is another measure then."""
+    how many were measured, where that is not the usual number: it is another measure then. `training_flops` are of
+    `steps` steps and of what the run began from, which `start_flops` tells, null where that is not there any more;
+    `cost` is of the steps alone."""
     facts: Row = {"recipe": config.recipe, "variant": task.variant, "pairs": task.pairs, "chance": task.chance}
     facts |= {"query_share": task.query_share, "spread": task.spread, "context": context}
     facts |= {"depth": config.model.depth, "width": config.model.width, "window": config.model.window}
@@ -65,9 +68,11 @@ def result_rows(
     # told since there were others
     facts |= {"keys": task.keys} if task.keys != RecallConfig.keys else {}
     facts |= {} if rows is None else {"rows": rows}
-    facts["training_flops"] = round(3 * objective_flops(config) * config.train.tokens_per_step * steps)
+    began = start_flops(config)
+    facts["training_flops"] = round(training_flops(config, steps) + (began or 0))
+    facts |= {"start_flops": None if began is None else round(began)} if config.train.init_from else {}
     facts["training_seconds"] = round(seconds, 1)
-    facts["cost"] = round(objective_flops(config) / objective_flops(papers(config)), 3)
+    facts["cost"] = round(objective_flops(until(config, steps)) / objective_flops(papers(config)), 3)
     return [
         facts
         | {"memory": result.source, "passes": result.passes, "distance": bucket.label}
@@ -154,7 +159,7 @@ def add_legend(figure: "Figure", rows: Sequence[Row], looks: Mapping[str, tuple[
     for source in dict.fromkeys(row["memory"] for row in rows):
         look = style | {"color": "#888888", "linestyle": LINE_STYLES[source]}
         handles.append(Line2D([], [], label=f"{source} memories", **look))
-    if len(curves(rows)) <= INSIDE:
+    if len(curves(rows) or looks) <= INSIDE:
         figure.axes[0].legend(handles=handles, handlelength=HANDLE)
     else:
         figure.legend(handles=handles, loc="outside right upper", handlelength=HANDLE)
@@ -182,21 +187,27 @@ def looks_of(drawn: Sequence[Curve]) -> dict[str, tuple[Any, str]]:
 
 def draw_costs(path: Path, rows: Sequence[Row]) -> None:
     """Recurrent accuracy over what training took, the mean over seeds: a line where only the steps differ."""
-    save_plot(path, partial(draw_cost_curves, rows=[row for row in rows if row["memory"] == "recurrent"]), WIDE)
+    rows = [row for row in rows if row["memory"] == "recurrent"]
+    names = {name for first, last in COST_RANGES for name, _, _ in cost_curves(rows, first, last)}
+    size = WIDE[0] + (PANEL if len(names) > INSIDE else 0), max(WIDE[1], 0.6 + ENTRY * len(names))
+    save_plot(path, partial(draw_cost_curves, rows=rows), size)
 
 
 def draw_cost_curves(figure: "Figure", rows: Sequence[Row]) -> None:
-    palette = colours(list(dict.fromkeys(row["recipe"] for row in rows)))
-    for axes, (first, last) in zip(figure.subplots(1, len(COST_RANGES), sharey=True), COST_RANGES, strict=True):
-        for name, recipe, points in cost_curves(rows, first, last):
+    drawn = [cost_curves(rows, first, last) for first, last in COST_RANGES]
+    looks = looks_of([(name, recipe, "", points) for some in drawn for name, recipe, points in some])
+    panels = figure.subplots(1, len(COST_RANGES), sharey=True)
+    for axes, (first, last), some in zip(panels, COST_RANGES, drawn, strict=True):
+        for name, _, points in some:
             x, y = zip(*points, strict=True)
-            axes.plot(x, y, marker="o", markersize=4, color=palette[recipe], linewidth=LINE, label=name)
+            colour, marker = looks[name]
+            axes.plot(x, y, marker=marker, markersize=4, color=colour, linewidth=LINE)
         axes.set_xscale("log")
         axes.set_ylim(-0.02, 1.02)
         axes.set_xlabel("FLOPs of training")
         axes.set_title(f"{first} to {last} plain reaches", fontsize=9)
     figure.axes[0].set_ylabel("recall, recurrent")
-    figure.axes[0].legend()
+    add_legend(figure, [], looks)
 
 
 def cost_curves(rows: Sequence[Row], first: int, last: int) -> list[tuple[str, str, list[tuple[float, float]]]]:

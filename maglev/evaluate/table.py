@@ -202,7 +202,7 @@ def distinction(group: Sequence[Facts], others: Sequence[Sequence[Facts]]) -> st
     every = [all_settings(other[0]) for other in others]
     own = all_settings(group[0])
     telling = [key for key in own if len({json.dumps(settings.get(key)) for settings in every}) > 1]
-    return "".join(f", {key.split('.', 1)[1]} {own[key]}" for key in telling)
+    return "".join(f", {key.split('.', 1)[1]} {'none' if own[key] == '' else own[key]}" for key in telling)
 
 
 def our_line(group: Sequence[Facts], label: str, source: str, passes: int | None, texts: Mapping[str, Column]) -> Line:

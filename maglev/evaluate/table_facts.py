@@ -3,18 +3,18 @@
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from maglev import files
-from maglev.config import ClosedMaglevConfig, RunConfig
+from maglev.config import RunConfig
 from maglev.errors import RequestError
+from maglev.evaluate.costs import start_flops, training_flops
 from maglev.evaluate.paper_tasks import TASKS
 from maglev.evaluate.results import FOLDER, load_results
 from maglev.evaluate.table_checks import check_facts
-from maglev.model.accounting import BYTES, describe, objective_flops, state_nbytes, training_steps
+from maglev.model.accounting import BYTES, describe, state_nbytes, training_steps
 from maglev.recipes import RECIPES, run_config
 from maglev.runs import read_config, read_metrics
 from maglev.settings import setting_values
@@ -25,10 +25,7 @@ FORMAT = "maglev-table-1"
 POINTS = 200
 # what does not make another row of the table
 SECTIONS = ("model.", "objective.", "optimizer.", "data.")
-TRAINING = ("train.steps", "train.tokens_per_step")
-
-# of training; a rollout that begins there costs nothing
-BEFORE_THE_END = 1 - 1e-9
+TRAINING = ("train.steps", "train.tokens_per_step", "train.init_from")
 
 Facts = dict[str, Any]
 
@@ -111,7 +108,7 @@ def recall_facts(path: Path, rows: list[Facts]) -> Facts:
 
 def telling_settings(config: RunConfig) -> Facts:
     """What makes a line of its own, with the number of steps that follows from the rest."""
-    values = setting_values(config) | {"train.steps": training_steps(config)}
+    values = setting_values(config) | {"train.steps": training_steps(config), "train.init_from": start_of(config)}
     return {key: value for key, value in values.items() if tells(key)}
 
 
@@ -119,6 +116,16 @@ def same_settings(stored: Any, own: Facts) -> bool:
     """As far as both have them: later versions have more."""
     found = as_dict(stored)
     return all(found[key] == own[key] for key in found.keys() & own.keys())
+
+
+def start_of(config: RunConfig) -> str:
+    """The recipe whose weights a run began with: seeds have folders of their own."""
+    if not config.train.init_from:
+        return ""
+    try:
+        return read_config(Path(config.train.init_from)).recipe
+    except RequestError:
+        return "weights that are gone, whose cost is left out"
 
 
 def facts_of(run: Path) -> Facts:
@@ -143,7 +150,7 @@ def facts_of(run: Path) -> Facts:
         "settings": settings,
         "parameters": describe(config)["parameters"]["deployed"],
         "tokens": tokens,
-        "training_flops": 3 * objective_flops(until(config, stopped_at)) * tokens,
+        "training_flops": training_flops(config, stopped_at or settings["train.steps"]) + (start_flops(config) or 0),
         "state_bytes": state_nbytes(config.model, BYTES["bfloat16"]),
         "bpb": bpb,
         "tasks": tasks,
@@ -156,14 +163,6 @@ def facts_of(run: Path) -> Facts:
     except ValueError as error:
         raise RequestError(f"a result in {run / FOLDER} is damaged ({error}); evaluate the run again") from None
     return found
-
-
-def until(config: RunConfig, step: int | None) -> RunConfig:
-    """As it costs up to that step: rollouts begin late, and what was stopped before has made none."""
-    if step is None or not isinstance(config.objective, ClosedMaglevConfig):
-        return config
-    start = config.objective.rollout_start * training_steps(config)
-    return replace(config, objective=replace(config.objective, rollout_start=min(start / max(1, step), BEFORE_THE_END)))
 
 
 def step_of(run: Path, recipe: str, results: Sequence[Facts], steps: int) -> int | None:

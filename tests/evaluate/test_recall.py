@@ -149,6 +149,7 @@ def test_every_source_that_an_objective_has_is_named() -> None:
 
 def rows_of(recipe: str, seed: int, accuracy: float) -> list[dict[str, object]]:
     settings = {"model.window": 16, "model.vocab_size": 72, "train.seed": seed, "train.tokens_per_step": 2048}
+    settings |= {"train.steps": 5}
     config = run_config(recipe, 4, settings)
     items = np.zeros(200, dtype=np.int64)
     items[1:] = 100

@@ -17,6 +17,7 @@ from maglev.evaluate.paper_tasks import TASKS
 from maglev.evaluate.results import save_result
 from maglev.evaluate.table import ACCURACIES, AVERAGE, FINEWEB, LABELS, OURS, PERPLEXITY, PUBLISHED, make_table
 from maglev.evaluate.table_facts import collect, save_facts
+from maglev.runs import CONFIG
 from tests.evaluate.table_runs import five_runs, make_run, recall_rows
 from tests.small_runs import Train, one_line
 
@@ -448,3 +449,19 @@ def test_recall_alone_is_drawn_and_no_empty_table_is_written(
     assert [path.name for path in out.iterdir()] == ["recall.svg"]
     assert main(["table", str(kept), "--out", str(out), "--no-figures"]) == 2
     assert "recall is a figure; leave --no-figures away" in one_line(capsys)
+
+
+def test_what_a_run_began_from_makes_another_line(tmp_path: Path) -> None:
+    """Its cost counts as well, where that can still be told."""
+    plain = make_run(tmp_path, "maglev-shared-0.1", 0, recurrent=1.28, lifted=1.25)
+    begun = shutil.copytree(plain, tmp_path / "begun")
+    for folder in ("swa", "gone"):
+        config = json.loads((begun / CONFIG).read_text())
+        config["train"] |= {"init_from": str(tmp_path / folder), "seed": 1}
+        (begun / CONFIG).write_text(json.dumps(config))
+        if folder == "swa":
+            make_run(tmp_path, "swa-ssss", 0).rename(tmp_path / "swa")
+        lines = {line.model for line in make_table(collect([plain, begun])).lines if line.origin == OURS}
+        gone = "weights that are gone, whose cost is left out"
+        start = "swa-ssss" if folder == "swa" else gone
+        assert lines == {"Maglev (λ=0.1), init_from none", f"Maglev (λ=0.1), init_from {start}"}
