@@ -40,7 +40,7 @@ from maglev.bench.decode import fast_work, plain_work
 from maglev.bench.jobs import Job, work_through
 from maglev.bench.lines import Lines
 from maglev.bench.models import full_state
-from maglev.cli.recall import default_settings
+from maglev.cli.recall import default_settings, rollouts_of
 from maglev.data.recall import RecallConfig
 from maglev.data.shards import open_data
 from maglev.errors import RequestError
@@ -122,11 +122,16 @@ class Bench:
         own |= {"train.log_every": 1} if given.quick else {}
         return own | dict(item.split("=", 1) for item in given.set)
 
+    def rollouts(self, recipe: str) -> dict[str, Any]:
+        """On the recall task as long as `maglev eval recall` has them."""
+        given = self.arguments
+        return {} if given.data else rollouts_of(recipe, given.depth, given.window, given.context)
+
     def run_of(self, name: str, seed: int, timed: int = 0) -> Path:
         """The folder of an option that was trained to its end, now or before, or for so many steps that are timed."""
         run = self.work / f"{name.replace(' ', '-').replace(',', '+')}-{seed}{'-timed' if timed else ''}"
         option = self.options[name]
-        settings = self.settings(seed) | option.settings
+        settings = self.rollouts(option.recipe) | self.settings(seed) | option.settings
         if timed:
             shutil.rmtree(run, ignore_errors=True)
             settings |= {"train.steps": timed, "train.log_every": 1, "train.validate_every": 0}

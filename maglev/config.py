@@ -149,6 +149,10 @@ def sharing_of(model: ModelConfig, objective: SeparateMaglevConfig) -> Sharing:
         if word in layers:
             layers[word].update(range(own.depth))
         elif first.isdecimal() and (last.isdecimal() if dash else True) and int(last or first) < MODEL_LIMITS["depth"]:
+            require(
+                int(first) <= int(last or first),
+                f"objective.sharing is {objective.sharing!r}, where {word} ends before it begins; turn it round",
+            )
             for part in layers.values():
                 part.update(range(int(first), int(last or first) + 1))
         else:
@@ -162,12 +166,12 @@ def sharing_of(model: ModelConfig, objective: SeparateMaglevConfig) -> Sharing:
     require(
         all(layer < shallower for layer in borrowed),
         f"objective.sharing is {objective.sharing!r}, which takes in layer {max(borrowed, default=0)}; "
-        f"prefiller and decoder both have layers 0 to {shallower - 1}",
+        f"prefiller and decoder both have layers 0 to {shallower - 1}; name fewer, or none of them (embedding)",
     )
     require(
         not borrowed or own.width == model.width,
         f"objective.sharing is {objective.sharing!r} and objective.prefiller_width is {own.width}; "
-        f"layers are shared at the decoder's width alone, {model.width}",
+        f"layers are shared at the decoder's width alone, {model.width}; set objective.sharing to embedding",
     )
     return Sharing("embedding" in words, frozenset(layers["attention"]), frozenset(layers["mlp"]))
 

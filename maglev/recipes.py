@@ -120,7 +120,12 @@ def run_config(recipe: str, depth: int = PAPER_DEPTH, settings: dict[str, Any] |
     model = model_config(depth, row, parse_section(ModelConfig, given))
     config = with_settings(RunConfig(recipe, model, row.objective), others)
     taken = config.objective
-    if isinstance(taken, SeparateMaglevConfig) and taken.prefiller_from and not taken.prefiller_width:
-        taken_depth, taken_width = pretrained_shape(taken.prefiller_from)
-        taken = replace(taken, prefiller_depth=taken_depth, prefiller_width=taken_width)
+    if isinstance(taken, SeparateMaglevConfig) and taken.prefiller_from:
+        depth, width = pretrained_shape(taken.prefiller_from)
+        for name, said, own in (("depth", taken.prefiller_depth, depth), ("width", taken.prefiller_width, width)):
+            require(
+                said in (0, own),
+                f"objective.prefiller_{name} is {said}, and that of {taken.prefiller_from} is {own}; leave it away",
+            )
+        taken = replace(taken, prefiller_depth=depth, prefiller_width=width)
     return replace(config, objective=taken)

@@ -101,6 +101,8 @@ BAD_SETTINGS = [
     ("maglev-separate-1", "objective.prefiller_width", "-64"),
     ("maglev-separate-1", "objective.prefiller_width", "65"),
     ("maglev-separate-1", "objective.prefiller_width", "200"),
+    ("maglev-closed", "objective.sharing", "embedding,3-1"),
+    ("maglev-closed", "objective.prefiller_width", "128"),
     ("maglev-separate-1", "objective.prefiller_from", "nowhere"),
     ("maglev-separate-1", "objective.sharing", ""),
     ("maglev-separate-1", "objective.sharing", "everything"),

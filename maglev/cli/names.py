@@ -10,6 +10,7 @@ from maglev.errors import RequestError
 
 # readings at a time, of 8,192 tokens each
 STEPPED_ROWS = 1024
+DOCUMENTS, TOKENS, MOST = 16, 8192, 63
 
 
 def names(
@@ -17,9 +18,9 @@ def names(
     data: DataFolder,
     memory: Memory = "recurrent",
     split: Split = "validation",
-    documents: Annotated[int, typer.Option("--documents", help="So many of its longest documents.")] = 16,
-    tokens: Annotated[int, typer.Option("--tokens", help="Of each document, from its beginning.")] = 8192,
-    most: Annotated[int, typer.Option("--names", help="Of each document, the farthest apart.")] = 63,
+    documents: Annotated[int, typer.Option("--documents", help="So many of its longest documents.")] = DOCUMENTS,
+    tokens: Annotated[int, typer.Option("--tokens", help="Of each document, from its beginning.")] = TOKENS,
+    most: Annotated[int, typer.Option("--names", help="Of each document, the farthest apart.")] = MOST,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -56,7 +57,10 @@ def names(
     result |= {"split": split, "memory": memory, "passes": DEFAULT_PASSES if memory == "refined" else None}
     result |= {"plain_reach": reach, "documents": len(asked), "longest": tokens}
     result["rows"] = probe.by_distance(answers, reach)
-    keep(run, f"names-{result['data']}-{memory}", result)
+    asked_for = {"split": split, "documents": documents, "tokens": tokens, "names": most}
+    usual = {"split": "validation", "documents": DOCUMENTS, "tokens": TOKENS, "names": MOST}
+    words = [f"{name}-{value}" for name, value in asked_for.items() if value != usual[name]]
+    keep(run, "-".join(["names", result["data"], memory, *words]), result)
     emit(result, as_json, render)
 
 

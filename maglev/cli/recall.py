@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from maglev.cli.options import AsJson, Device
-from maglev.cli.output import console, emit, keep, progress, say
+from maglev.cli.output import check_place, console, emit, keep, progress, say
 from maglev.cli.train import watching
 from maglev.errors import RequestError
 
@@ -27,6 +27,7 @@ ROWS = 256
 LOOP = ("contraction_pass", "contraction_step", "disturbance_left", "disturbance_steps", "memory_share")
 # of a rollout, in layers x W
 REACHES = 4
+OF_TRAINING = (("steps", "train"), ("seed", "train"))
 # what these say is where and how a run goes, not what it is
 UNTOLD = {"train.device", "train.tensorboard", "train.threads", "train.rows_per_pass", "train.compile"}
 UNTOLD |= {f"train.{name}" for name in ("checkpoint_every", "validate_every", "validation_rows", "log_every")}
@@ -81,7 +82,7 @@ def recall(
 ) -> None:
     """Recall beyond the window, by distance and memory source.
 
-    The defaults are for a GPU; a CPU does '--depth 2 --window 8 --context 64 --steps 600' in a minute or two.
+    The defaults are for a GPU; a CPU does '--depth 2 --window 8 --context 64 --steps 600' in some minutes.
     With '--variant needles --data DIR' the pairs lie in real text, and a run trained on text can be asked as well.
     """
     from maglev.cli.runs import is_recipe
@@ -94,10 +95,14 @@ def recall(
     for name, number in (("--rows", rows), ("--passes", 1 if passes is None else passes)):
         if number < 1:
             raise RequestError(f"{name} is {number}; it must be at least 1")
+    if context is not None and context < 1:
+        raise RequestError(f"--context is {context}; it must be at least 1")
     if results is not None:
         read_rows(results)
+        check_place("--results", results)
     if plot is not None:
         check_plot(plot)
+        check_place("--plot", plot)
     asked: dict[str, Any] = {"variant": variant, "pairs": pairs, "query_share": query_share, "spread": spread}
     asked |= {"keys": keys, "values": values}
     task_changes = {name: value for name, value in asked.items() if value is not None}
@@ -124,16 +129,21 @@ def recall(
     # a part of the rows is no result to keep
     if rows >= ROWS:
         keep(run, kept_name(value), value)
-    emit(write_down(value, run, results, plot), as_json, render)
+    emit(write_down(value, run, results, plot, rows), as_json, render)
 
 
 def kept_name(value: dict[str, Any]) -> str:
     """Of the file in the run's folder: other questions take no other's place."""
     from maglev.data.recall import RecallConfig
+    from maglev.evaluate.memories import DEFAULT_PASSES
 
     task, usual = value["task"], RecallConfig().to_dict()
     words = [task["variant"], task["pairs"], value["context"]]
     words += [f"{key}-{task[key]}" for key in ("query_share", "spread", "keys", "values") if task[key] != usual[key]]
+    rows = value["rows"]
+    passes = next((row["passes"] for row in rows if row["passes"]), None)
+    words += [f"passes-{passes}"] if passes not in (None, min(DEFAULT_PASSES, value["context"])) else []
+    words += [rows[0]["data"]] if "data" in rows[0] else []
     return "-".join(["recall", *map(str, words)])
 
 
@@ -150,7 +160,8 @@ def default_settings(context: int, window: int, steps: int, seed: int, tokens_pe
         "train.steps": steps,
         "train.seed": seed,
         "train.tokens_per_step": tokens,
-        "train.checkpoint_every": max(1, steps),
+        # what a machine that goes down may cost
+        "train.checkpoint_every": max(1, -(-steps // 8)),
         # half-way and at the end: whether the loop holds
         "train.validate_every": max(1, steps // 2),
         "train.log_every": max(1, steps // 200),
@@ -202,9 +213,9 @@ def train_on(
     if rates is not None and not 0 < rates < float("inf"):
         raise RequestError(f"--rates is {rates}; it must be above 0")
     given: dict[str, Any] = dict(parse_assignments(assignments))
-    for name, key in (("context", "model.context"), ("window", "model.window"), ("depth", "model.depth")):
-        if key in given:
-            raise RequestError(f"--set {key} is --{name} here; use that")
+    for name, section in (("context", "model"), ("window", "model"), ("depth", "model"), *OF_TRAINING):
+        if f"{section}.{name}" in given:
+            raise RequestError(f"--set {section}.{name} is --{name} here; use that")
     key = "train.tokens_per_step"
     tokens = parse_value(key, given.get(key, 0), int)
     if tokens < 0:
@@ -299,7 +310,7 @@ def measure(
                 show = partial(meter.update, f"without a needle, {source}")
                 answers = needle_gains(objective, rows, source, passes=number, count=count, progress=show)
                 gains |= gain_rows(answers, source, reach)
-    metrics = read_metrics(run)
+    metrics = [row for row in read_metrics(run) if row["step"] <= step]
     seconds = next((row["seconds"] for row in reversed(metrics) if row["kind"] == "train"), 0.0)
     loop: dict[str, Any] = next((row for row in reversed(metrics) if "contraction_step" in row), {})
     on_text = not (run / RECALL).exists()
@@ -357,11 +368,12 @@ def changed_settings(config: "RunConfig", on_text: bool = False) -> dict[str, An
     }
 
 
-def write_down(value: dict[str, Any], run: Path, results: Path | None, plot: Path | None) -> dict[str, Any]:
+def write_down(value: dict[str, Any], run: Path, results: Path | None, plot: Path | None, count: int) -> dict[str, Any]:
+    """A figure of other rows than the usual ones takes no other's place."""
     from maglev.evaluate.recall_results import add_rows, draw_rows
 
     rows = add_rows(results, value["rows"]) if results is not None else value["rows"]
-    place = plot or run / "recall.svg"
+    place = plot or run / ("recall.svg" if count == ROWS else f"recall-{count}-rows.svg")
     try:
         draw_rows(place, rows if plot else value["rows"])
     except RequestError as error:

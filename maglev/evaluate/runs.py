@@ -65,7 +65,12 @@ def weights_digest(run: Path, report: Callable[[str], None]) -> tuple[int, str] 
 
 
 def has_prefiller(run: Path, report: Callable[[str], None]) -> bool:
-    """Whether the newest checkpoint still holds one: an export may have been made without."""
+    """Whether the newest checkpoint still holds one: an export may have been made without, and the folder of a frozen
+    one be gone."""
+    frozen = getattr(read_config(run).objective, "prefiller_from", "")
+    if frozen and not Path(frozen).is_dir():
+        report(f"{frozen}, the prefiller of {run}, is not there any more, so lifted memories are left out")
+        return False
     found = newest(run, report)
     return found is None or "prefiller" in found.stems
 

@@ -48,6 +48,11 @@ def load_frozen(folder: Path, config: ModelConfig, width: int) -> nn.Module:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise RequestError(f"a pretrained prefiller needs transformers ({error}); pip install 'maglev[hf]'") from None
+    if not folder.is_dir():
+        raise RequestError(
+            f"objective.prefiller_from is {str(folder)!r}, which cannot be loaded: there is no such folder; put it "
+            f"back, or ask for recurrent memories, which need no prefiller"
+        )
     try:
         # not from elsewhere, and no pickle
         whole = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True)

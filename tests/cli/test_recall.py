@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_a_recipe_is_trained_and_measured_a_run_only_measured(
         assert row["recall_recurrent_minus_lifted"] == row["recall_recurrent"] - row["recall_lifted"]
         assert row["contraction_step"] >= 0 and row["contraction_pass"] >= 0 and len(row["memory_share"]) == 1
     assert first["loop"] == {key: on_the_way[-1][key] for key in LOOP}
-    assert Path(first["plot"]) == run / "recall.svg" and "<svg" in (run / "recall.svg").read_text()
+    # of some rows alone, so it is not the run's figure
+    assert Path(first["plot"]) == run / "recall-8-rows.svg" and "<svg" in (run / "recall-8-rows.svg").read_text()
     # the run is finished: the same again trains nothing and finds the same
     again = run_json([RECIPE, *TINY, "--out", str(run), "--results", str(results)], capsys)
     assert again == first and json.loads(results.read_text()) == {"rows": rows}
@@ -97,12 +99,17 @@ def test_other_questions_take_no_others_place(tmp_path: Path, capsys: pytest.Cap
     kept = run / "eval" / "recall-pairs-2-32.json"
     assert json.loads(kept.read_text())["rows"] == first["rows"] and not any("rows" in row for row in first["rows"])
     # fewer rows are another measure, and none to keep in the run
+    drawn = (run / "recall.svg").read_bytes() if (run / "recall.svg").exists() else b""
     fewer = run_json([*again, "--rows", "3"], capsys)
     assert all(row["rows"] == 3 for row in fewer["rows"])
+    assert not drawn or (run / "recall.svg").read_bytes() == drawn
     # other questions are kept beside the usual ones
     sparse = run_json([*again, "--query-share", "0.1"], capsys)
     names = {path.name for path in (run / "eval").iterdir()}
     assert names == {kept.name, "recall-pairs-2-32-query_share-0.1.json"}
+    assert json.loads(kept.read_text())["rows"] == first["rows"]
+    run_json([str(run), "--device", "cpu", "--passes", "2"], capsys)
+    assert (run / "eval" / "recall-pairs-2-32-passes-2.json").is_file()
     assert json.loads(kept.read_text())["rows"] == first["rows"]
     every = json.loads(results.read_text())["rows"]
     assert every == [*first["rows"], *fewer["rows"], *sparse["rows"]]
@@ -118,6 +125,41 @@ def test_an_export_without_its_prefiller_is_asked_for_needles_on_its_own_memorie
     words = [str(out), "--variant", "needles", "--data", str(data), "--pairs", "1", "--keys", "4", "--values", "4"]
     found = run_json([*words, "--context", "128", "--rows", "2", "--device", "cpu"], capsys)
     assert {row["memory"] for row in found["rows"]} == {"recurrent", "refined"}
+
+
+def test_what_a_run_began_from_is_in_its_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And of a run that is not finished only what it has cost so far."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    began = run_json(["maglev-closed", *TINY, "--out", str(first)], capsys)["rows"][0]
+    words = ["maglev-closed", *TINY, "--steps", "8", "--out", str(second), "--set", f"train.init_from={first}"]
+    row = run_json(words, capsys)["rows"][0]
+    assert "start_flops" not in began and row["start_flops"] == began["training_flops"]
+    own = row["training_flops"] - row["start_flops"]
+    assert own == pytest.approx(4 * began["training_flops"], rel=1e-6) and row["cost"] == began["cost"]
+    # a checkpoint on the way, so that a machine that goes down does not cost everything
+    shutil.rmtree(second / "checkpoints" / "step-00000008")
+    (earlier,) = (second / "checkpoints").iterdir()
+    lines = read_metrics(second)
+    lines[-2:] = [line | ({"seconds": 1e6} if line["kind"] == "train" else {}) for line in lines[-2:]]
+    (second / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    before = run_json([str(second), "--rows", "8", "--device", "cpu"], capsys)["rows"][0]
+    assert earlier.name == "step-00000007" and before["steps"] == 7 and before["cost"] < row["cost"]
+    # nor what came after it
+    assert lines[-1]["step"] == lines[-2]["step"] == 8 and before["training_seconds"] < 1e6
+    shutil.rmtree(first)
+    gone = run_json([str(second), "--rows", "8", "--device", "cpu"], capsys)["rows"][0]
+    assert gone["start_flops"] is None and gone["training_flops"] == before["training_flops"] - row["start_flops"]
+
+
+def test_needles_of_other_texts_are_kept_beside_each_other(
+    trained: Train, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = shutil.copytree(trained("swa-ssss"), tmp_path / "run"), shutil.copytree(data, tmp_path / "other")
+    words = [str(run), "--variant", "needles", "--pairs", "1", "--keys", "4", "--values", "4", "--context", "128"]
+    for folder in (data, other):
+        run_json([*words, "--data", str(folder), "--device", "cpu"], capsys)
+    kept = {path.name for path in (run / "eval").glob("recall-needles-*")}
+    assert {name.removesuffix(".json").rsplit("-", 1)[-1] for name in kept} == {data.name, "other"}
 
 
 def test_another_runs_rows_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +204,11 @@ def test_what_is_no_file_of_results_is_refused_and_left_alone(
         ([RECIPE, "--passes", "0"], "--passes is 0; it must be at least 1"),
         ([RECIPE, "--window", "33", "--context", "32"], "model.window is 33, larger than model.context = 32"),
         ([RECIPE, "--set", "model.window=8"], "--set model.window is --window here; use that"),
+        ([RECIPE, "--seed", "3", "--set", "train.seed=5"], "--set train.seed is --seed here; use that"),
+        ([RECIPE, "--set", "train.steps=5"], "--set train.steps is --steps here; use that"),
+        ([RECIPE, "--results", "/proc/a.json"], "--results /proc/a.json cannot be written"),
+        ([RECIPE, "--plot", "/proc/a.svg"], "--plot /proc/a.svg cannot be written"),
+        ([".", "--context", "0"], "--context is 0; it must be at least 1"),
         ([RECIPE, "--set", "optimizer.matrx_lr=1"], "did you mean 'optimizer.matrix_lr'?"),
         ([RECIPE, "--set", "train.tokens_per_step=-1"], "train.tokens_per_step is -1"),
         ([RECIPE, "--variant", "needles"], "needles are planted in text; add --data DIR"),

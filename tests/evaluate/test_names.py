@@ -140,7 +140,12 @@ def test_the_verb_on_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert found["memory"] == "recurrent" and found["plain_reach"] == 3 and found["documents"] > 0
     # a plain window of 4 has kept nothing of what it read a hundred tokens ago
     assert found["rows"] and all(row["gain"] == 0.0 for row in found["rows"])
-    assert json.loads((run / "eval" / "names-data-recurrent.json").read_text())["rows"] == found["rows"]
+    kept = run / "eval" / "names-data-recurrent.json"
+    assert json.loads(kept.read_text())["rows"] == found["rows"]
+    # other questions take no other's place
+    assert main([*command, "--split", "train", "--documents", "3", "--names", "16"]) == 0
+    assert (run / "eval" / "names-data-recurrent-split-train-documents-3-names-16.json").is_file()
+    assert json.loads(kept.read_text())["rows"] == found["rows"]
     assert main(command) == 0
     assert "gain" in capsys.readouterr().out
     assert main([*command, "--split", "test"]) == 2

@@ -39,6 +39,9 @@ def test_options_are_trained_and_set_side_by_side(
     tokens, teacher, residual = rows
     assert tokens["state_bytes"] > 1.9 * residual["state_bytes"]
     assert teacher["prefiller"] == 128 * 192
+    # as long as `maglev eval recall` has them
+    closed = script.Bench(script.parse(["--recipe", "maglev-closed", "--depth", "2", "--window", "8"]), tmp_path)
+    assert closed.rollouts("maglev-closed") == {"objective.rollout": 64} and closed.rollouts("swa-ssss") == {}
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == rows
     # what was kept is not trained again; steps that are timed are runs of their own
     began = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("decoder.safetensors")}

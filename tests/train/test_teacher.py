@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from maglev.__main__ import main
 from maglev.data.shards import open_data
 from maglev.errors import RequestError
-from maglev.evaluate.runs import load_objective
+from maglev.evaluate.runs import has_prefiller, load_objective
 from maglev.model.accounting import describe
 from maglev.objectives.maglev import MaglevObjective
 from maglev.recipes import run_config
@@ -95,7 +96,9 @@ def test_what_does_not_fit_is_told(teacher: Path, data: Path, other_data: Path, 
     refused("objective.prefiller_from: the tokenizer of .* does not match the data", teacher, other_data)
     refused("context is 16, and this run's is 32", make_teacher(tmp_path / "a", data, max_position_embeddings=16))
     refused("vocabulary is 299, and this run's is 300", make_teacher(tmp_path / "b", data, vocab_size=299))
-    refused("width is 48, and this run's is 50", teacher, **{"objective.prefiller_width": 50})
+    refused("prefiller_width is 50, and that of .* is 48; leave it away", teacher, **{"objective.prefiller_width": 50})
+    refused("prefiller_depth is 50, and that of .* is 2; leave it away", teacher, **{"objective.prefiller_depth": 50})
+    refused("no config.json tells", tmp_path / "nowhere", **{"objective.prefiller_width": 48})
     without = shutil.copytree(teacher, tmp_path / "c")
     (without / TOKENIZER).unlink()
     refused(f"has no {TOKENIZER}", without)
@@ -129,3 +132,17 @@ def test_a_run_costs_its_teachers_forward_pass(teacher: Path) -> None:
     matrices, keys = 2 * 12 * 48**2, 2 * (32 + 1) / 2
     assert more == pytest.approx(2 * matrices + 4 * 48 * keys + 6 * 48 * 128, rel=1e-6)
     assert describe(own)["steps"] == describe(plain)["steps"]
+    told = run_config(RECIPE, 2, shape | taught(teacher) | {"objective.prefiller_width": 48})
+    assert describe(told) == describe(own)
+
+
+def test_without_its_teacher_a_run_is_asked_on_its_own_memories(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, run = make_teacher(tmp_path / "teacher", data), tmp_path / "run"
+    trained_run(RECIPE, data, run, taught(folder))
+    shutil.rmtree(folder)
+    assert not has_prefiller(run, lambda line: print(line))
+    assert "is not there any more, so lifted memories are left out" in capsys.readouterr().out
+    assert main(["eval", "bpb", str(run), "--data", str(data), "--memory", "lifted", "--device", "cpu"]) == 2
+    assert "there is no such folder; put it back, or ask for recurrent memories" in capsys.readouterr().err
