@@ -71,6 +71,8 @@ class Progress:
     rows_per_pass: int = 0
     place: str = ""
     data: str = ""
+    # of a frozen prefiller's weights
+    teacher: str = ""
 
 
 class Trainer:
@@ -87,12 +89,12 @@ class Trainer:
         self.validation = self.open_validation()
         self.rows = rows_of_step(config, ranks.world)
         self.objective = self.build(mesh)
-        meet_teacher(self.objective, task)
+        teacher = meet_teacher(self.objective, task)
         compiled = self.device.type == "cuda" and config.train.compile != "off"
         self.optimizer = Optimizer(self.param_groups(), compiled=compiled)
         self.passes = Passes(config, self.objective, self.optimizer, ranks, self.rows, self.divided, watch.say)
         self.ahead = ReadAhead(lambda step: self.loader.batch(self.rows_of(step)), self.steps)
-        self.progress = Progress(data=self.loader.fingerprint)
+        self.progress = Progress(data=self.loader.fingerprint, teacher=teacher)
         self.saved_step = self.validated_step = -1
         self.memory_source = training_source(self.objective)
         self.metrics: MetricsLog | None = None
@@ -177,7 +179,12 @@ class Trainer:
             raise RequestError(
                 f"{self.run} was trained on other data than {self.task.source}; resume it with the same data"
             )
+        if progress.teacher not in ("", self.progress.teacher):
+            raise RequestError(
+                f"{self.run} was begun with other weights in objective.prefiller_from; put those back, or begin anew"
+            )
         saving.restore(found, self.objective, self.optimizer)
+        progress.teacher = self.progress.teacher
         self.progress = progress
         self.saved_step = progress.step
         self.watch.say(f"resumed at step {progress.step} of {self.steps}")

@@ -1,11 +1,13 @@
 """From a configuration to the parts of a run: modules on their device, rows per pass, weights to start from."""
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from maglev.checkpoint import Checkpoint
@@ -201,15 +203,25 @@ def most_rows(config: RunConfig) -> int:
     return max(1, ENOUGH_TOKENS_PER_PASS // config.model.context)
 
 
-def meet_teacher(objective: Objective, task: Task) -> None:
-    """Where Q is a pretrained model: see that it reads the task's tokens, and load it before any work is done."""
+def meet_teacher(objective: Objective, task: Task) -> str:
+    """Where Q is a pretrained model: see that it reads the task's tokens, and load it before any work is done. A digest
+    of its weights then: a run that is resumed goes on with the same."""
     if not isinstance(objective, MaglevObjective) or not isinstance(objective.prefiller, PretrainedPrefiller):
-        return
+        return ""
     try:
         task.check(objective.prefiller.folder)
     except RequestError as error:
         raise RequestError(f"objective.prefiller_from: {error}") from None
-    objective.prefiller.load()
+    return digest_of(objective.prefiller.load())
+
+
+def digest_of(model: nn.Module) -> str:
+    """Of what its tensors hold, whatever files they came from."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def start_from(

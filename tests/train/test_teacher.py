@@ -15,8 +15,9 @@ from maglev.model.accounting import describe
 from maglev.objectives.maglev import MaglevObjective
 from maglev.recipes import run_config
 from maglev.runs import TOKENIZER, read_config
+from maglev.train import launch
 from tests.helpers import batch_of, gradients
-from tests.small_runs import tensors_of
+from tests.small_runs import FAST, SMALL, Unwatched, tensors_of
 from tests.train.test_options import trained_run
 
 transformers = pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
@@ -134,6 +135,20 @@ def test_a_run_costs_its_teachers_forward_pass(teacher: Path) -> None:
     assert describe(own)["steps"] == describe(plain)["steps"]
     told = run_config(RECIPE, 2, shape | taught(teacher) | {"objective.prefiller_width": 48})
     assert describe(told) == describe(own)
+
+
+def test_a_resumed_run_goes_on_with_the_same_teacher(data: Path, tmp_path: Path) -> None:
+    folder, run = make_teacher(tmp_path / "teacher", data), tmp_path / "run"
+    trained_run(RECIPE, data, run, taught(folder))
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    chosen = SMALL | FAST | {"model.width": 64, "train.validate_every": 6} | taught(folder)
+    aside = folder.rename(tmp_path / "aside")
+    make_teacher(folder, data, initializer_range=0.1)
+    with pytest.raises(RequestError, match=r"begun with other weights in objective.prefiller_from; put those back"):
+        launch.train(RECIPE, data, run, Unwatched(), depth=2, settings=chosen, resume=True)
+    shutil.rmtree(folder)
+    aside.rename(folder)
+    assert launch.train(RECIPE, data, run, Unwatched(), depth=2, settings=chosen, resume=True)["finished"]
 
 
 def test_without_its_teacher_a_run_is_asked_on_its_own_memories(
