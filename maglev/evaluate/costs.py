@@ -25,10 +25,10 @@ def training_flops(config: RunConfig, step: int) -> float:
     return 3 * objective_flops(until(config, step)) * config.train.tokens_per_step * step
 
 
-def start_flops(config: RunConfig) -> float | None:
-    """What training of the weights took that the run began from (`train.init_from`), and of those that these began
-    from; None where that cannot be read any more."""
-    total, seen = 0.0, set[Path]()
+def start_costs(config: RunConfig) -> tuple[float, int] | None:
+    """FLOPs and tokens of the weights that the run began from (`train.init_from`), and of those that these began from;
+    None where that cannot be read any more, or not from here."""
+    total, tokens, seen = 0.0, 0, set[Path]()
     while config.train.init_from:
         folder = Path(config.train.init_from)
         if folder.resolve() in seen:
@@ -44,4 +44,5 @@ def start_flops(config: RunConfig) -> float | None:
         if checkpoint is None:
             return None
         total += training_flops(config, checkpoint.step)
-    return total
+        tokens += config.train.tokens_per_step * checkpoint.step
+    return total, tokens

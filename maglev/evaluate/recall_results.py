@@ -12,7 +12,7 @@ from maglev import files
 from maglev.config import RunConfig, SharedMaglevConfig
 from maglev.data.recall import RecallConfig, distance_unit
 from maglev.errors import RequestError
-from maglev.evaluate.costs import start_flops, training_flops, until
+from maglev.evaluate.costs import start_costs, training_flops, until
 from maglev.evaluate.figures import LINE, LINE_STYLES, SIZE, colours
 from maglev.model.accounting import objective_flops
 from maglev.plots import WIDE, save_plot
@@ -33,6 +33,8 @@ PANEL, ENTRY = 3.4, 0.19
 HANDLE = 3.5
 # what was found; all else says what was measured
 MEASURED = {"accuracy", "items", "training_seconds", "nats", "gain", "gain_error"}
+# what follows from the rest, as far as what a run began from can be read
+MEASURED |= {"training_flops", "start_flops", "cost"}
 # what a figure is drawn from
 NEEDED = {"recipe", "variant", "pairs", "chance", "memory", "distance", "accuracy", "items", "settings", "seed"}
 NEEDED |= {"context", "depth", "window"}
@@ -68,9 +70,9 @@ def result_rows(
     # told since there were others
     facts |= {"keys": task.keys} if task.keys != RecallConfig.keys else {}
     facts |= {} if rows is None else {"rows": rows}
-    began = start_flops(config)
-    facts["training_flops"] = round(training_flops(config, steps) + (began or 0))
-    facts |= {"start_flops": None if began is None else round(began)} if config.train.init_from else {}
+    began = start_costs(config)
+    facts["training_flops"] = round(training_flops(config, steps) + (began[0] if began else 0))
+    facts |= {"start_flops": None if began is None else round(began[0])} if config.train.init_from else {}
     facts["training_seconds"] = round(seconds, 1)
     facts["cost"] = round(objective_flops(until(config, steps)) / objective_flops(papers(config)), 3)
     return [

@@ -58,8 +58,11 @@ def number(value: float | None) -> float:
 
 
 def report_of(runs: Sequence[Path]) -> Report:
-    """Of any runs, with the bits per byte of one text that all of them were measured on, or else of the validations in
-    training: never of both."""
+    """Of any runs, each once, with the bits per byte of one text that all of them were measured on, or else of the
+    validations in training: never of both."""
+    twice = [run for run in runs if [other.resolve() for other in runs].count(run.resolve()) > 1]
+    if twice:
+        raise RequestError(f"{twice[0]} is named twice; name every run once")
     configs = [read_config(run) for run in runs]
     names = names_of(runs, [config.recipe for config in configs])
     evaluated = [evaluations(run, training_steps(config)) for run, config in zip(runs, configs, strict=True)]
@@ -69,13 +72,14 @@ def report_of(runs: Sequence[Path]) -> Report:
         chosen = max(common, key=lambda key: (key[2], key))
         found: list[Bits] = [own[chosen] for own in evaluated]
         told = f"Bits per byte are of {chosen[0]} ({chosen[1]}, {chosen[2]:,} bytes), by 'maglev eval bpb'."
-    else:
-        found = [validated(run) for run in runs]
+    elif any(found := [validated(run) for run in runs]):
         rows = sorted({config.train.validation_rows for config in configs})
         told = (
             f"Bits per byte are of the last validation in training, of {' or '.join(map(str, rows))} rows: to compare "
             f"runs, measure all of them on one text with 'maglev eval bpb' and write the report again."
         )
+    else:
+        told = "No bits per byte have been measured, neither in training nor by 'maglev eval bpb'."
     parts = []
     for run, config, name, bits in zip(runs, configs, names, found, strict=True):
         state = state_nbytes(config.model, BYTES["bfloat16"])
@@ -83,7 +87,7 @@ def report_of(runs: Sequence[Path]) -> Report:
     if not any(part.training.x or part.bits_per_byte for part in parts):
         raise RequestError(
             f"{', '.join(map(str, runs))}: nothing to report, there are neither metrics of training nor results of "
-            f"'maglev eval bpb'; name runs that were trained here"
+            f"'maglev eval bpb'; name runs that were trained here, or measure them first"
         )
     facts: dict[str, object] = {}
     for run, config, name in zip(runs, configs, names, strict=True):
@@ -91,17 +95,31 @@ def report_of(runs: Sequence[Path]) -> Report:
         facts[LABELS.get(name, name)] = (
             f"{config.recipe} in {run}: {model.depth} layers of width {model.width}, W {model.window}, context "
             f"{model.context}, {told_of['parameters']['deployed']:,} deployed parameters, seed {config.train.seed}, "
-            f"{training_steps(config):,} steps of {config.train.tokens_per_step:,} tokens"
+            f"{reached(run):,} of {training_steps(config):,} steps of {config.train.tokens_per_step:,} tokens"
+            f"{recalled(run)}"
         )
     return Report(
         title="Maglev: " + ", ".join(LABELS.get(name, name) for name in names),
         introduction=f"{told} Recurrent is the number that counts: there a model runs on its own memories.",
         runs=parts,
-        baseline=BASELINE if names.count(BASELINE) == 1 and len(names) > 1 else "",
-        growth=growth_of(next((config for config in configs if config.model.memory != "none"), configs[0]).model),
+        # validations may be of other texts, rows and steps
+        baseline=BASELINE if common and names.count(BASELINE) == 1 and len(names) > 1 else "",
+        growth=next((growth_of(config.model) for config in configs if config.model.memory != "none"), None),
         facts=facts,
         commands=["maglev report " + " ".join(map(str, runs))],
     )
+
+
+def reached(run: Path) -> int:
+    return max((row["step"] for row in read_metrics(run)), default=0)
+
+
+def recalled(run: Path) -> str:
+    """What the last validation of a run on the recall task found."""
+    rows = [row for row in read_metrics(run) if row["kind"] == "validation" and "recall_recurrent" in row]
+    found = [(source, rows[-1].get(f"recall_{source}")) for source in SOURCES] if rows else []
+    words = [f"{source} {value:.3f}" for source, value in found if value is not None]
+    return f"; recall beyond the plain reach {', '.join(words)}" if words else ""
 
 
 def names_of(runs: Sequence[Path], recipes: Sequence[str]) -> list[str]:

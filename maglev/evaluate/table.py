@@ -176,8 +176,11 @@ def labelled_groups(facts: Sequence[Facts]) -> list[tuple[str, list[Facts]]]:
 
 
 def unfinished(run: Facts) -> str:
-    """Runs of a line have stopped at the same step."""
-    return f", after {run['stopped_at']:,} of {run['settings']['train.steps']:,} steps" if "stopped_at" in run else ""
+    """Runs of a line have stopped at the same step, and begun alike."""
+    stopped = (
+        f", after {run['stopped_at']:,} of {run['settings']['train.steps']:,} steps" if "stopped_at" in run else ""
+    )
+    return stopped + (", costs without those of its start" if run.get("without_start") else "")
 
 
 def passes_of(group: Sequence[Facts], source: str) -> list[int | None]:

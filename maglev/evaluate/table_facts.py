@@ -10,7 +10,7 @@ from typing import Any
 from maglev import files
 from maglev.config import RunConfig
 from maglev.errors import RequestError
-from maglev.evaluate.costs import start_flops, training_flops
+from maglev.evaluate.costs import start_costs, training_flops
 from maglev.evaluate.paper_tasks import TASKS
 from maglev.evaluate.results import FOLDER, load_results
 from maglev.evaluate.table_checks import check_facts
@@ -125,7 +125,7 @@ def start_of(config: RunConfig) -> str:
     try:
         return read_config(Path(config.train.init_from)).recipe
     except RequestError:
-        return "weights that are gone, whose cost is left out"
+        return "weights that are gone"
 
 
 def facts_of(run: Path) -> Facts:
@@ -141,7 +141,10 @@ def facts_of(run: Path) -> Facts:
         )
     settings = telling_settings(config)
     stopped_at = step_of(run, config.recipe, [*bpb, *tasks], settings["train.steps"])
-    tokens = (stopped_at or settings["train.steps"]) * config.train.tokens_per_step
+    steps, began = stopped_at or settings["train.steps"], start_costs(config)
+    flops, tokens = training_flops(config, steps), steps * config.train.tokens_per_step
+    if began is not None:
+        flops, tokens = flops + began[0], tokens + began[1]
     rows = [row for row in read_metrics(run) if row.get("kind") == "train"]
     found = {
         "run": run.name,
@@ -150,7 +153,7 @@ def facts_of(run: Path) -> Facts:
         "settings": settings,
         "parameters": describe(config)["parameters"]["deployed"],
         "tokens": tokens,
-        "training_flops": training_flops(config, stopped_at or settings["train.steps"]) + (start_flops(config) or 0),
+        "training_flops": flops,
         "state_bytes": state_nbytes(config.model, BYTES["bfloat16"]),
         "bpb": bpb,
         "tasks": tasks,
@@ -158,6 +161,8 @@ def facts_of(run: Path) -> Facts:
     } | training_of(rows)
     if stopped_at is not None:
         found["stopped_at"] = stopped_at
+    if began is None:
+        found["without_start"] = True
     try:
         check_facts(found)
     except ValueError as error:

@@ -13,7 +13,8 @@ import pytest
 from maglev.__main__ import main
 from maglev.cli.recall import LOOP
 from maglev.config import ClosedMaglevConfig
-from maglev.evaluate.recall_results import curves
+from maglev.evaluate.costs import start_costs
+from maglev.evaluate.recall_results import add_rows, curves
 from maglev.runs import read_config, read_metrics
 from tests.processes import ROOT
 from tests.small_runs import Train, one_line
@@ -134,6 +135,7 @@ def test_what_a_run_began_from_is_in_its_cost(tmp_path: Path, capsys: pytest.Cap
     words = ["maglev-closed", *TINY, "--steps", "8", "--out", str(second), "--set", f"train.init_from={first}"]
     row = run_json(words, capsys)["rows"][0]
     assert "start_flops" not in began and row["start_flops"] == began["training_flops"]
+    assert start_costs(read_config(second)) == (pytest.approx(row["start_flops"], rel=1e-9), 2 * 128)
     own = row["training_flops"] - row["start_flops"]
     assert own == pytest.approx(4 * began["training_flops"], rel=1e-6) and row["cost"] == began["cost"]
     # a checkpoint on the way, so that a machine that goes down does not cost everything
@@ -147,7 +149,10 @@ def test_what_a_run_began_from_is_in_its_cost(tmp_path: Path, capsys: pytest.Cap
     # nor what came after it
     assert lines[-1]["step"] == lines[-2]["step"] == 8 and before["training_seconds"] < 1e6
     shutil.rmtree(first)
+    # the same measure again, whatever it is known to have cost
+    add_rows(tmp_path / "rows.json", [before])
     gone = run_json([str(second), "--rows", "8", "--device", "cpu"], capsys)["rows"][0]
+    assert add_rows(tmp_path / "rows.json", [gone]) == [gone]
     assert gone["start_flops"] is None and gone["training_flops"] == before["training_flops"] - row["start_flops"]
 
 

@@ -42,6 +42,15 @@ def test_a_run_in_closed_loop_has_its_diagnostics_in_it(
     assert f"Bits per byte are of {data.name} (validation," in page and "<h3>Bits per byte by position</h3>" in page
 
 
+def test_a_run_on_recall_tells_what_it_recalls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--depth", "1", "--window", "4", "--context", "32", "--steps", "2", "--rows", "8", "--pairs", "2"]
+    words += ["--device", "cpu", "--set", "train.tokens_per_step=128", "--out", str(tmp_path / "run")]
+    assert main(["eval", "recall", "maglev-closed", *words]) == 0
+    _, page = report_of(capsys, str(tmp_path / "run"))
+    assert "2 of 2 steps of 128 tokens; recall beyond the plain reach recurrent 0." in page
+    assert "No bits per byte have been measured" in page and "<h3>Whether the loop holds</h3>" in page
+
+
 def test_runs_are_compared_on_one_text_or_on_none(
     trained: Train, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,7 +61,8 @@ def test_runs_are_compared_on_one_text_or_on_none(
     assert main(["eval", "bpb", str(swa), "--data", str(data), "--device", "cpu"]) == 0
     # one of two was measured, and neither validated
     found, page = report_of(capsys, str(swa), str(other))
-    assert found == {"SWA (SSSS)": {}, "LRT (SSSS)": {}} and "of the last validation in training" in page
+    assert found == {"SWA (SSSS)": {}, "LRT (SSSS)": {}} and "No bits per byte have been measured" in page
+    assert "On its own memory" not in page and "6 of 6 steps of 128 tokens" in page
     assert main(["eval", "bpb", str(other), "--data", str(data), "--device", "cpu"]) == 0
     found, page = report_of(capsys, str(swa), str(other))
     assert {len(values) for values in found.values()} == {1} and "bits per byte" in page
@@ -68,6 +78,7 @@ def test_wrong_requests_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     for words, says in (
         ([str(tmp_path / "nowhere")], "is not a run folder"),
         ([str(empty)], "nothing to report"),
+        ([str(empty), str(empty)], "is named twice; name every run once"),
         ([str(make_run(tmp_path, "swa-ssss", 1)), "--out", str(tmp_path)], "which is a folder; name a file in it"),
     ):
         capsys.readouterr()

@@ -462,6 +462,6 @@ def test_what_a_run_began_from_makes_another_line(tmp_path: Path) -> None:
         if folder == "swa":
             make_run(tmp_path, "swa-ssss", 0).rename(tmp_path / "swa")
         lines = {line.model for line in make_table(collect([plain, begun])).lines if line.origin == OURS}
-        gone = "weights that are gone, whose cost is left out"
-        start = "swa-ssss" if folder == "swa" else gone
+        # there is no checkpoint in either
+        start = ("swa-ssss" if folder == "swa" else "weights that are gone") + ", costs without those of its start"
         assert lines == {"Maglev (λ=0.1), init_from none", f"Maglev (λ=0.1), init_from {start}"}
