@@ -25,16 +25,18 @@ def test_the_commands_of_the_readme_run(
     Path("my-text").mkdir()
     for number in range(30):
         Path("my-text", f"{number}.txt").write_text(f"Text number {number}, of which there are some. " * 20)
+    pytest.importorskip("matplotlib", reason="needs matplotlib (the extra report)")
     found = commands(smaller(block, SMALLER))
     assert [words[:2] for words in found] == [
         ["maglev", "data"],
         ["maglev", "train"],
         ["maglev", "eval"],
+        ["maglev", "report"],
         ["maglev", "generate"],
         ["maglev", "info"],
     ]
     shown = [run_command(words, capsys) for words in found]
-    assert "Once upon a time" in shown[3]
+    assert "runs/first/report.html" in shown[3] and "Once upon a time" in shown[4]
 
 
 def test_the_weights_that_come_along_write(capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,17 +140,12 @@ def compose(measured: list[Measured], out: Path, seconds: float) -> "Report":
 
     import torch
 
-    from maglev.evaluate.report import Report, Sample, StateGrowth
-    from maglev.model.accounting import full_attention_nbytes, state_nbytes
+    from maglev.evaluate.report import Report, Sample
+    from maglev.evaluate.run_report import growth_of
+    from maglev.model.accounting import BYTES
     from maglev.runs import read_config
 
     config = read_config(measured[-1].run).model
-    lengths = [2**power for power in range(4, 15)]
-    growth = StateGrowth(
-        lengths=lengths,
-        full_attention=[full_attention_nbytes(config, length, 4) for length in lengths],
-        bounded=[state_nbytes(config, 4)] * len(lengths),
-    )
     return Report(
         title="Maglev demo: bounded memory, measured in closed loop",
         introduction=(
@@ -160,7 +155,7 @@ def compose(measured: list[Measured], out: Path, seconds: float) -> "Report":
         ),
         runs=[run_report(entry) for entry in measured],
         baseline=BASELINE,
-        growth=growth,
+        growth=growth_of(config, BYTES["float32"]),
         samples=[Sample(LABELS[entry.recipe], PROMPT, entry.text) for entry in measured],
         facts={
             "Layers, width": f"{config.depth}, {config.width}",

@@ -27,7 +27,6 @@ ROWS = 256
 LOOP = ("contraction_pass", "contraction_step", "disturbance_left", "disturbance_steps", "memory_share")
 # of a rollout, in layers x W
 REACHES = 4
-OF_TRAINING = (("steps", "train"), ("seed", "train"))
 # what these say is where and how a run goes, not what it is
 UNTOLD = {"train.device", "train.tensorboard", "train.threads", "train.rows_per_pass", "train.compile"}
 UNTOLD |= {f"train.{name}" for name in ("checkpoint_every", "validate_every", "validation_rows", "log_every")}
@@ -207,15 +206,15 @@ def train_on(
 
     defaults = {"depth": DEPTH, "steps": STEPS, "seed": 0, "window": WINDOW, "context": CONTEXT}
     chosen = {name: defaults[name] if value is None else value for name, value in numbers.items()}
-    for name in ("context", "steps", "depth"):
+    for name in ("steps", "depth"):
         if chosen[name] < 1:
             raise RequestError(f"--{name} is {chosen[name]}; it must be at least 1")
     if rates is not None and not 0 < rates < float("inf"):
         raise RequestError(f"--rates is {rates}; it must be above 0")
     given: dict[str, Any] = dict(parse_assignments(assignments))
-    for name, section in (("context", "model"), ("window", "model"), ("depth", "model"), *OF_TRAINING):
-        if f"{section}.{name}" in given:
-            raise RequestError(f"--set {section}.{name} is --{name} here; use that")
+    for key in ("model.context", "model.window", "model.depth", "train.steps", "train.seed"):
+        if key in given:
+            raise RequestError(f"--set {key} is --{key.split('.')[1]} here; use that")
     key = "train.tokens_per_step"
     tokens = parse_value(key, given.get(key, 0), int)
     if tokens < 0:

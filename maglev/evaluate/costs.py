@@ -12,9 +12,9 @@ from maglev.runs import read_config
 BEFORE_THE_END = 1 - 1e-9
 
 
-def until(config: RunConfig, step: int | None) -> RunConfig:
+def until(config: RunConfig, step: int) -> RunConfig:
     """As it costs up to that step: rollouts begin late, and what was stopped before has made none."""
-    if step is None or not isinstance(config.objective, ClosedMaglevConfig):
+    if not isinstance(config.objective, ClosedMaglevConfig):
         return config
     start = config.objective.rollout_start * training_steps(config)
     return replace(config, objective=replace(config.objective, rollout_start=min(start / max(1, step), BEFORE_THE_END)))

@@ -147,10 +147,11 @@ def draw_recall(figure: "Figure", rows: Sequence[Row]) -> None:
         if len(tasks) > 1:
             axes.set_title(f"{task[0]} {task[1]}", fontsize=9)
     panels[0].set_ylabel("recall (dotted: chance)")
-    add_legend(figure, rows, looks)
+    sources = list(dict.fromkeys(row["memory"] for row in rows))
+    add_legend(figure, sources, looks, len(curves(rows)))
 
 
-def add_legend(figure: "Figure", rows: Sequence[Row], looks: Mapping[str, tuple[Any, str]]) -> None:
+def add_legend(figure: "Figure", sources: Sequence[str], looks: Mapping[str, tuple[Any, str]], lines: int) -> None:
     from matplotlib.lines import Line2D
 
     style: dict[str, Any] = {"linewidth": LINE}
@@ -158,10 +159,10 @@ def add_legend(figure: "Figure", rows: Sequence[Row], looks: Mapping[str, tuple[
         Line2D([], [], color=colour, marker=marker, markersize=3.5, label=name, **style)
         for name, (colour, marker) in looks.items()
     ]
-    for source in dict.fromkeys(row["memory"] for row in rows):
+    for source in sources:
         look = style | {"color": "#888888", "linestyle": LINE_STYLES[source]}
         handles.append(Line2D([], [], label=f"{source} memories", **look))
-    if len(curves(rows) or looks) <= INSIDE:
+    if lines <= INSIDE:
         figure.axes[0].legend(handles=handles, handlelength=HANDLE)
     else:
         figure.legend(handles=handles, loc="outside right upper", handlelength=HANDLE)
@@ -209,7 +210,7 @@ def draw_cost_curves(figure: "Figure", rows: Sequence[Row]) -> None:
         axes.set_xlabel("FLOPs of training")
         axes.set_title(f"{first} to {last} plain reaches", fontsize=9)
     figure.axes[0].set_ylabel("recall, recurrent")
-    add_legend(figure, [], looks)
+    add_legend(figure, (), looks, len(looks))
 
 
 def cost_curves(rows: Sequence[Row], first: int, last: int) -> list[tuple[str, str, list[tuple[float, float]]]]:

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from maglev.errors import RequestError
 from maglev.evaluate.report_content import SOURCES, Curve, Report, RunReport, StateGrowth
 from maglev.evaluate.results import load_results
 from maglev.evaluate.table import LABELS
 from maglev.model.accounting import BYTES, describe, full_attention_nbytes, state_nbytes, training_steps
+from maglev.model_config import ModelConfig
 from maglev.runs import read_config, read_metrics
 
 # bits per byte, and by position, of each memory source
@@ -30,8 +30,8 @@ def describe_run(run: Path, bits: Bits, state_bytes: int, name: str, label: str)
     if checks:
         last = f"{checks[-1]['disturbance_steps']} steps"
         contraction = {
-            name: Curve(checked, [number(row["disturbance_left"][place]) for row in checks])
-            for name, place in (("one step", 0), (last, -1))
+            after: Curve(checked, [number(row["disturbance_left"][place]) for row in checks])
+            for after, place in (("one step", 0), (last, -1))
         }
         contraction["one pass"] = Curve(checked, [number(row["contraction_pass"]) for row in checks])
     gaps = [(row["step"], row["bpb_recurrent_minus_lifted"]) for row in checks if "bpb_recurrent_minus_lifted" in row]
@@ -104,7 +104,9 @@ def report_of(runs: Sequence[Path]) -> Report:
         runs=parts,
         # validations may be of other texts, rows and steps
         baseline=BASELINE if common and names.count(BASELINE) == 1 and len(names) > 1 else "",
-        growth=next((growth_of(config.model) for config in configs if config.model.memory != "none"), None),
+        growth=next(
+            (growth_of(config.model, BYTES["bfloat16"]) for config in configs if config.model.memory != "none"), None
+        ),
         facts=facts,
         commands=["maglev report " + " ".join(map(str, runs))],
     )
@@ -129,8 +131,8 @@ def names_of(runs: Sequence[Path], recipes: Sequence[str]) -> list[str]:
     return [name if found.count(name) == 1 else str(run) for name, run in zip(found, runs, strict=True)]
 
 
-def growth_of(model: Any) -> StateGrowth:
-    size = BYTES["bfloat16"]
+def growth_of(model: ModelConfig, size: int) -> StateGrowth:
+    """With elements of so many bytes."""
     return StateGrowth(
         lengths=LENGTHS,
         full_attention=[full_attention_nbytes(model, length, size) for length in LENGTHS],
