@@ -71,6 +71,10 @@ class LeversConfig(ClosedMaglevConfig):
     tap: what is carried is the stream before the last `tap` blocks, for Q too; what is predicted is behind them: they
     are free to write an answer over what is to be kept. The consistency is of both. 0 is the paper's, one state.
     head: an MLP between memory and readout, for Q too, so that what is predicted need not stand in what is carried.
+    snap: what P reads is a memory with every channel at the nearest multiple of this, so that an error below half of it
+    is gone with the next step; gradients go past it. 0 is the memory as it was written.
+    groups: memories of both networks are normalised in so many groups of channels, each by itself, so that what is
+    written in one of them, an answer, makes nothing smaller in the others. 1 is the paper's.
     """
 
     kind: Literal["levers"] = "levers"  # type: ignore[assignment]
@@ -94,6 +98,8 @@ class LeversConfig(ClosedMaglevConfig):
     carry: float = 0.0
     tap: int = 0
     head: bool = False
+    snap: float = 0.0
+    groups: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,6 +109,7 @@ class LeversConfig(ClosedMaglevConfig):
             "free",
             "carry",
             "tap",
+            "snap",
             "rise",
             "late_lifted",
             "own_next_token",
@@ -114,7 +121,9 @@ class LeversConfig(ClosedMaglevConfig):
         for name in ("own_share", "own_share_end", "blank"):
             value = getattr(self, name)
             require(value <= 1, f"objective.{name} is {value}; it is a share, at most 1")
-        kinds = [name for name in ("write_gate", "carry", "tap") if getattr(self, name)]
+        require(self.groups >= 1, f"objective.groups is {self.groups}; it must be at least 1")
+        kinds = [name for name in ("write_gate", "carry", "tap", "snap") if getattr(self, name)]
+        kinds += ["groups"] if self.groups > 1 else []
         require(len(kinds) <= 1, f"objective.{' and objective.'.join(kinds)} exclude each other; give one of them")
         require(
             not self.tap or not (self.head or self.write_both),
@@ -122,8 +131,8 @@ class LeversConfig(ClosedMaglevConfig):
         )
         own_q = self.sharing != ClosedMaglevConfig.sharing or self.prefiller_depth or self.prefiller_from
         require(
-            not own_q or not (self.tap or self.write_both),
-            "objective.tap and objective.write_both go with Q in P's blocks alone; leave its settings away",
+            not own_q or not (self.tap or self.write_both or self.groups > 1),
+            "objective.tap, groups and write_both go with Q in P's blocks alone; leave its settings away",
         )
         require(
             set(filter(None, self.stop.split(","))) <= set(STOPS),
@@ -180,6 +189,33 @@ class CarryingDecoder(Decoder):
     def carried(self, previous_memory: Tensor, fresh: Tensor) -> Tensor:
         scale = self.first * self.carry.residual_scale.to(fresh.dtype)
         return rms_norm(fresh + scale * previous_memory.to(fresh.dtype))
+
+
+class SnappingDecoder(Decoder):
+    """Reads memories with every channel at a multiple of `step`; gradients take them for what they were."""
+
+    def __init__(self, config: ModelConfig, step: float) -> None:
+        super().__init__(config)
+        self.step_size = step
+
+    def run(self, tokens: Tensor, positions: Tensor, previous_memory: Tensor | None, *rest: object) -> Tensor:
+        if previous_memory is not None:
+            near = self.step_size * torch.round(previous_memory.detach() / self.step_size)
+            previous_memory = previous_memory + (near - previous_memory).detach()
+        return super().run(tokens, positions, previous_memory, *rest)
+
+
+def in_groups(memory: Tensor, groups: int) -> Tensor:
+    return rms_norm(memory.unflatten(-1, (groups, -1))).flatten(-2)
+
+
+class GroupedDecoder(Decoder):
+    def __init__(self, config: ModelConfig, groups: int) -> None:
+        super().__init__(config)
+        self.groups = groups
+
+    def run(self, tokens: Tensor, positions: Tensor, previous_memory: Tensor | None, *rest: object) -> Tensor:
+        return in_groups(super().run(tokens, positions, previous_memory, *rest), self.groups)
 
 
 class HeadedReadout(Readout):
@@ -284,6 +320,14 @@ class KeepingPrefiller(SharedPrefiller):
             memory = decoder.carried(memory, new)
             found.append(memory)
         return torch.stack(found, dim=1)
+
+
+class GroupedPrefiller(SharedPrefiller):
+    def forward(
+        self, tokens: Tensor, decoder: Decoder, starts: Tensor | None = None, embedded: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(decoder, GroupedDecoder)
+        return in_groups(super().forward(tokens, decoder, starts, embedded), decoder.groups)
 
 
 class LeversObjective(ClosedLoopObjective):
@@ -412,12 +456,20 @@ def build(config: RunConfig) -> LeversObjective:
         return LeversObjective(TappedDecoder(model, own.tap), TappedPrefiller(model, own.prefiller_pattern), own)
     if own.write_gate:
         decoder: Decoder = WritingDecoder(model, own.write_gate)
+    elif own.snap:
+        decoder = SnappingDecoder(model, own.snap)
+    elif own.groups > 1:
+        width = model.width
+        require(width % own.groups == 0, f"objective.groups is {own.groups}; it must divide the width of {width}")
+        decoder = GroupedDecoder(model, own.groups)
     else:
         decoder = CarryingDecoder(model, own.carry) if own.carry else Decoder(model)
     if own.head:
         decoder.readout = HeadedReadout(model)
     if own.write_both and type(decoder) is not Decoder:
         return LeversObjective(decoder, KeepingPrefiller(model, own.prefiller_pattern), own)
+    if isinstance(decoder, GroupedDecoder):
+        return LeversObjective(decoder, GroupedPrefiller(model, own.prefiller_pattern), own)
     return LeversObjective(decoder, build_prefiller(model, own), own)
 
 

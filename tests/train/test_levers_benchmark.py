@@ -296,6 +296,37 @@ def test_a_tap_carries_what_stands_before_the_last_blocks() -> None:
 
 
 @pytest.mark.usefixtures("script")
+def test_what_is_read_snaps_to_its_steps_and_forgets_small_errors() -> None:
+    decoder, plain = levers(snap=0.5).decoder, levers().decoder
+    tokens, _ = batch_of(3, 14)
+    near = (0.5 * torch.randint(-4, 5, (*tokens.shape, 16))).double().requires_grad_()
+    off = near + 0.4 * (torch.rand(near.shape, dtype=torch.float64) - 0.5)
+    memory = decoder(tokens, shift_right(near))
+    torch.testing.assert_close(decoder(tokens, shift_right(off)), memory, rtol=0, atol=1e-12)
+    torch.testing.assert_close(plain(tokens, shift_right(near)), memory, rtol=0, atol=1e-12)
+    assert (plain(tokens, shift_right(off)) - memory).abs().max() > 1e-3
+    # as if nothing had been rounded
+    (own,) = torch.autograd.grad(memory.sum(), near)
+    (theirs,) = torch.autograd.grad(plain(tokens, shift_right(near)).sum(), near)
+    torch.testing.assert_close(own, theirs, rtol=0, atol=1e-12)
+    assert own.abs().max() > 0
+    assert_parallel_is_stepped(decoder, (5, 14))
+
+
+@pytest.mark.usefixtures("script")
+def test_memories_of_both_are_normalised_group_by_group() -> None:
+    objective, plain = levers(groups=4), levers()
+    tokens, _ = batch_of(3, 14)
+    for found, whole in zip(objective.lifted(tokens), plain.lifted(tokens), strict=True):
+        sizes = found.unflatten(-1, (4, -1)).square().mean(-1)
+        torch.testing.assert_close(sizes, torch.ones_like(sizes), rtol=0, atol=1e-3)
+        assert whole.unflatten(-1, (4, -1)).square().mean(-1).std() > 0.01
+    target, own = objective.lifted(tokens)[1], plain.lifted(tokens)[1]
+    torch.testing.assert_close(target, rms_norm(own.unflatten(-1, (4, -1))).flatten(-2), rtol=0, atol=1e-12)
+    assert_parallel_is_stepped(objective.decoder, (5, 14))
+
+
+@pytest.mark.usefixtures("script")
 def test_a_head_predicts_what_is_not_carried() -> None:
     plain, headed = (build("levers", **SHAPE, objective_head=own) for own in (False, True))
     tokens, targets = batch_of(2, 20)
@@ -361,6 +392,10 @@ def test_every_verb_knows_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) 
         levers(stop="elsewhere")
     for settings, line in (
         ({"write_gate": 3.0, "carry": 1.0}, "objective.write_gate and objective.carry exclude each other"),
+        ({"snap": 0.5, "groups": 2}, "objective.snap and objective.groups exclude each other"),
+        ({"snap": -0.5}, "objective.snap is -0.5"),
+        ({"groups": 0}, "objective.groups is 0"),
+        ({"groups": 3}, "objective.groups is 3; it must divide the width of 16"),
         ({"tap": 1, "head": True}, "objective.tap goes without head"),
         ({"tap": 2}, "it must be below the depth of 2"),
     ):
