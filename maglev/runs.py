@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from maglev.config import RunConfig
+from maglev.config import RunConfig, SeparateMaglevConfig
 from maglev.errors import RequestError
 
 CONFIG, TOKENIZER, METRICS = "config.json", "tokenizer.json", "metrics.jsonl"
@@ -55,6 +55,11 @@ def read_config(run: Path) -> RunConfig:
         return RunConfig.from_dict(value)
     except RequestError as error:
         raise RequestError(f"{file}: {error}") from None
+
+
+def teacher_of(config: RunConfig) -> str:
+    """The folder of the frozen model that serves as Q; empty where Q is trained, or there is none."""
+    return config.objective.prefiller_from if isinstance(config.objective, SeparateMaglevConfig) else ""
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

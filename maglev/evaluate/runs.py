@@ -18,7 +18,7 @@ from maglev.model.decoder import Decoder
 from maglev.objectives import Objective, build_objective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.ops.matrix import WeightFormat
-from maglev.runs import RECALL, TOKENIZER, read_config
+from maglev.runs import RECALL, TOKENIZER, read_config, teacher_of
 
 
 def load_objective(
@@ -67,7 +67,7 @@ def weights_digest(run: Path, report: Callable[[str], None]) -> tuple[int, str] 
 def has_prefiller(run: Path, report: Callable[[str], None]) -> bool:
     """Whether the newest checkpoint still holds one: an export may have been made without, and the folder of a frozen
     one be gone."""
-    frozen = getattr(read_config(run).objective, "prefiller_from", "")
+    frozen = teacher_of(read_config(run))
     if frozen and not Path(frozen).is_dir():
         report(f"{frozen}, the prefiller of {run}, is not there any more, so lifted memories are left out")
         return False

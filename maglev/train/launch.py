@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from maglev.config import RunConfig, TrainConfig
 from maglev.data.shards import open_data
 from maglev.errors import RequestError
 from maglev.recipes import run_config
-from maglev.runs import BAD_BATCHES, CONFIG, RECALL, TOKENIZER, read_config
+from maglev.runs import BAD_BATCHES, CONFIG, RECALL, TOKENIZER, read_config, teacher_of
 from maglev.settings import setting_values
 from maglev.train import distributed
 from maglev.train.distributed import Ranks
@@ -99,6 +100,8 @@ def begin_run(run: Path, config: RunConfig, task: Task) -> None:
             task.save(run)
         if not (run / CONFIG).exists():
             files.write_json(run / CONFIG, config.to_dict())
+        elif teacher_of(before := read_config(run)) != teacher_of(config):
+            files.write_json(run / CONFIG, replace(before, objective=config.objective).to_dict())
 
 
 def remove_empty(run: Path) -> None:
@@ -142,7 +145,8 @@ def refuse_other_run(run: Path, before: RunConfig, now: RunConfig) -> None:
             if section == "train" and name in FREE_ON_RESUME:
                 continue
             was = old[section].get(name)
-            if was != value:
+            # a frozen Q may have moved: that it is the same is seen by its weights, when the checkpoint is read
+            if was != value and not (was and value and name == "prefiller_from"):
                 raise RequestError(
                     f"{run} was begun with {section}.{name} = {was}, now it is {value}; "
                     f"resume with the same settings, or choose another --out"

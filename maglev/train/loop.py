@@ -24,7 +24,7 @@ from maglev.objectives import Objective
 from maglev.objectives.lrt import LRTObjective
 from maglev.objectives.maglev import MaglevObjective
 from maglev.ops import attention
-from maglev.runs import BAD_BATCHES
+from maglev.runs import BAD_BATCHES, read_config, teacher_of
 from maglev.train import distributed, saving, schedule
 from maglev.train.ahead import ReadAhead
 from maglev.train.distributed import Ranks
@@ -179,7 +179,8 @@ class Trainer:
             raise RequestError(
                 f"{self.run} was trained on other data than {self.task.source}; resume it with the same data"
             )
-        if progress.teacher not in ("", self.progress.teacher):
+        moved = teacher_of(read_config(self.run)) != teacher_of(self.config)
+        if progress.teacher != self.progress.teacher and (progress.teacher or moved):
             raise RequestError(
                 f"{self.run} was begun with other weights in objective.prefiller_from; put those back, or begin anew"
             )

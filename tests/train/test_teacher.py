@@ -147,8 +147,15 @@ def test_a_resumed_run_goes_on_with_the_same_teacher(data: Path, tmp_path: Path)
     with pytest.raises(RequestError, match=r"begun with other weights in objective.prefiller_from; put those back"):
         launch.train(RECIPE, data, run, Unwatched(), depth=2, settings=chosen, resume=True)
     shutil.rmtree(folder)
-    aside.rename(folder)
-    assert launch.train(RECIPE, data, run, Unwatched(), depth=2, settings=chosen, resume=True)["finished"]
+    # from where it lies now, which the run remembers
+    moved = chosen | taught(aside)
+    assert launch.train(RECIPE, data, run, Unwatched(), depth=2, settings=moved, resume=True)["finished"]
+    assert read_config(run).objective.prefiller_from == str(aside)
+    # a run without a teacher does not get one on its way
+    alone = tmp_path / "alone"
+    trained_run(RECIPE, data, alone, {})
+    with pytest.raises(RequestError, match=r"was begun with objective.prefiller_depth = 0, now"):
+        launch.train(RECIPE, data, alone, Unwatched(), depth=2, settings=moved, resume=True)
 
 
 def test_without_its_teacher_a_run_is_asked_on_its_own_memories(
