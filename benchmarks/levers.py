@@ -75,6 +75,8 @@ class LeversConfig(ClosedMaglevConfig):
     is gone with the next step; gradients go past it. 0 is the memory as it was written.
     groups: memories of both networks are normalised in so many groups of channels, each by itself, so that what is
     written in one of them, an answer, makes nothing smaller in the others. 1 is the paper's.
+    cut: every so many tokens P's windows begin anew in `cut_share` of the rows, and only memory goes on: what is needed
+    of what came before has to be in it. Q sees all. 0 is no cuts.
     """
 
     kind: Literal["levers"] = "levers"  # type: ignore[assignment]
@@ -100,6 +102,8 @@ class LeversConfig(ClosedMaglevConfig):
     head: bool = False
     snap: float = 0.0
     groups: int = 1
+    cut: int = 0
+    cut_share: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,10 +119,12 @@ class LeversConfig(ClosedMaglevConfig):
             "own_next_token",
             "own_share",
             "blank",
+            "cut",
+            "cut_share",
         ):
             value = getattr(self, name)
             require(value >= 0, f"objective.{name} is {value}; it must not be negative")
-        for name in ("own_share", "own_share_end", "blank"):
+        for name in ("own_share", "own_share_end", "blank", "cut_share"):
             value = getattr(self, name)
             require(value <= 1, f"objective.{name} is {value}; it is a share, at most 1")
         require(self.groups >= 1, f"objective.groups is {self.groups}; it must be at least 1")
@@ -360,7 +366,7 @@ class LeversObjective(ClosedLoopObjective):
             # the same in a run that was interrupted: a step is a function of its number
             self.chance = torch.Generator(tokens.device).manual_seed(self.number)
         target_memory = self.prefiller(tokens, self.decoder, documents.attention_starts, embedded)  # (B, T, D)
-        rows = self.own_rows(len(tokens))
+        rows, documents = self.own_rows(len(tokens)), self.cut(tokens, documents)
         noise = torch.zeros_like(target_memory) if self.noise is None else self.noise(tokens, target_memory)
         parts, own = [], None
         for some in (slice(0, rows), slice(rows, len(tokens))):
@@ -435,6 +441,18 @@ class LeversObjective(ClosedLoopObjective):
         if self.progress < self.rollout_start or not self.config.passes:
             return 0
         return min(rows, math.ceil(rows * self.between(self.config.own_share, self.config.own_share_end)))
+
+    def cut(self, tokens: Tensor, documents: Documents) -> Documents:
+        """Those that P's windows take for such."""
+        if not self.config.cut:
+            return documents
+        rows, length = tokens.shape
+        places = torch.arange(length, device=tokens.device) // self.config.cut * self.config.cut
+        own = torch.arange(rows, device=tokens.device) < math.ceil(rows * self.config.cut_share)
+        starts = torch.where(own[:, None], places, 0)  # (B, T)
+        if documents.attention_starts is not None:
+            starts = torch.maximum(starts, documents.attention_starts)
+        return dataclasses.replace(documents, attention_starts=starts)
 
     def blanked(self, memory: Tensor) -> Tensor:
         if not self.config.blank:

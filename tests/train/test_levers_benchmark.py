@@ -15,7 +15,7 @@ from maglev.errors import RequestError
 from maglev.model.accounting import objective_flops
 from maglev.model.memory import shift_right
 from maglev.objectives import build
-from maglev.objectives.losses import next_token_loss, token_mean
+from maglev.objectives.losses import Documents, next_token_loss, token_mean
 from maglev.ops.inject import rms_norm
 from tests.helpers import assert_parallel_is_stepped, batch_of, gradients, random_weights, small
 from tests.scripts import load_script
@@ -327,6 +327,28 @@ def test_memories_of_both_are_normalised_group_by_group() -> None:
 
 
 @pytest.mark.usefixtures("script")
+def test_cuts_leave_memory_alone_to_tell_what_came_before() -> None:
+    shape = {"rollout": 3, "rollout_start": 0.0, "cut_share": 0.5}
+    tokens, targets = batch_of(4, 14)
+    objective = levers(cut=6, **shape)
+    target_memory = objective.prefiller(tokens, objective.decoder)
+    starts = torch.tensor([0] * 6 + [6] * 6 + [12] * 2).expand(4, -1).clone()
+    starts[2:] = 0
+    expected = objective.decoder(tokens, shift_right(target_memory), starts=starts)
+    found = objective(tokens, targets)
+    torch.testing.assert_close(
+        found.next_token, next_token_loss(objective.decoder, expected, targets), rtol=0, atol=1e-12
+    )
+    whole = levers(cut=14, **shape)(tokens, targets)
+    assert (found.next_token - whole.next_token).abs() > 1e-6
+    torch.testing.assert_close(whole.total, levers(**shape)(tokens, targets).total, rtol=0, atol=1e-12)
+    # documents go on being apart
+    apart = torch.tensor([0] * 8 + [8] * 6).expand(4, -1)
+    both = objective.cut(tokens, Documents(apart)).attention_starts
+    assert both.tolist() == torch.maximum(starts, apart).tolist()
+
+
+@pytest.mark.usefixtures("script")
 def test_a_head_predicts_what_is_not_carried() -> None:
     plain, headed = (build("levers", **SHAPE, objective_head=own) for own in (False, True))
     tokens, targets = batch_of(2, 20)
@@ -394,6 +416,8 @@ def test_every_verb_knows_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) 
         ({"write_gate": 3.0, "carry": 1.0}, "objective.write_gate and objective.carry exclude each other"),
         ({"snap": 0.5, "groups": 2}, "objective.snap and objective.groups exclude each other"),
         ({"snap": -0.5}, "objective.snap is -0.5"),
+        ({"cut": -1}, "objective.cut is -1"),
+        ({"cut_share": 1.5}, "objective.cut_share is 1.5"),
         ({"groups": 0}, "objective.groups is 0"),
         ({"groups": 3}, "objective.groups is 3; it must divide the width of 16"),
         ({"tap": 1, "head": True}, "objective.tap goes without head"),
