@@ -320,7 +320,11 @@ class KeepingPrefiller(SharedPrefiller):
         self, tokens: Tensor, decoder: Decoder, starts: Tensor | None = None, embedded: Tensor | None = None
     ) -> Tensor:
         fresh = super().forward(tokens, decoder, starts, embedded)
-        assert isinstance(decoder, WritingDecoder | CarryingDecoder) and starts is None
+        require(
+            starts is None,
+            "objective.write_both carries Q's memories on across documents; leave data.document_mask at false",
+        )
+        assert isinstance(decoder, WritingDecoder | CarryingDecoder)
         found, memory = [], torch.zeros_like(fresh[:, 0])
         for new in fresh.unbind(1):
             memory = decoder.carried(memory, new)

@@ -6,11 +6,12 @@ what it shares with P, a frozen pretrained Q, an SWA as P's start.
     PYTHONPATH=. python3 benchmarks/options.py --recipe maglev-closed                        # where the loop is closed
 
 Each option is a run of the one loop, validated at its end: recurrent quality (recall beyond the plain reach, or bits
-per byte), the same lifted, what a step of the recurrence leaves of a disturbance. Beside it parameters, state bytes in
-bfloat16, training tokens/s, and tokens/s of single steps in plain PyTorch (from a CUDA graph on a GPU) and, where there
-are some, by kernels. The teacher is `--teacher FOLDER`, or a small Llama that is made here and trained for as many
-steps on the same rows. `--keep DIR` keeps runs, and takes up what is there. An option that fails is named in the table
-and does not stop the others. Rows that `--out` already has from the same setting stay there, so that options can be
+per byte), the same lifted, at what mean rate 16 steps of the recurrence shrink a disturbance, and what is left of it
+after 1 to 16 of them. Beside it parameters, state bytes in bfloat16, training tokens/s, and tokens/s of single steps in
+plain PyTorch (from a CUDA graph on a GPU) and, where there are some, by kernels. The teacher is `--teacher FOLDER`, or
+a small Llama that is made here and trained for as many steps on the same rows. `--keep DIR` keeps runs, and takes up
+what is there. An option that fails is named in the table and does not stop the others. Rows that `--out` already has
+from the same setting stay there, so that options can be
 measured some at a time. With `--jobs N` each is a process of its own, N of them at a time, and their tokens/s are those
 of models that share a device; rows say how many did. `--timed N` takes training's tokens/s from N steps of every
 option that are run for that alone, where the runs of `--keep` were trained beside other work. A table comes last, then
@@ -58,6 +59,7 @@ SWA, SEPARATE, CLOSED = "swa-ssss", "maglev-separate-0.1", "maglev-closed"
 TOGETHER = ("shared_kv+slots", "shared_kv+layer_residual", "shared_kv+cross_attention")
 QUICK = {"depth": 2, "context": 64, "window": 8, "steps": 3, "rows": 4, "tokens_per_step": 256}
 COLUMNS = ("recurrent", "lifted", "contraction_step", "deployed", "prefiller", "state_bytes")
+STABILITY = ("contraction_pass", "contraction_step", "disturbance_left", "disturbance_steps", "memory_share")
 RATES = ("train_tokens_per_s", "step_tokens_per_s", "fast_tokens_per_s")
 
 
@@ -192,7 +194,7 @@ class Bench:
         row = {"option": name, "question": option.question, "recipe": option.recipe, "seed": seed, "metric": metric}
         for source in ("recurrent", "lifted", "refined"):
             row[source] = validation.get(f"{metric}_{source}")
-        row |= {key: validation.get(key) for key in ("contraction_pass", "contraction_step", "memory_share")}
+        row |= {key: validation.get(key) for key in STABILITY}
         row |= {key: told["parameters"][key] for key in ("deployed", "prefiller")}
         row |= {"state_bytes": told["state_bytes"]["bfloat16"], "training_flops": told["flops_per_token"]["training"]}
         # the first steps compile
@@ -217,7 +219,7 @@ class Bench:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     width = max(len(row["option"]) for row in rows)
-    names = {"contraction_step": "left/step", "train_tokens_per_s": "train/s", "step_tokens_per_s": "step/s"}
+    names = {"contraction_step": "mean rate", "train_tokens_per_s": "train/s", "step_tokens_per_s": "step/s"}
     names |= {"fast_tokens_per_s": "fast/s", "state_bytes": "state"}
     heads = [names.get(column, column) for column in COLUMNS + RATES]
     print(f"\n{'option':{width}} seed" + "".join(f"{head:>11}" for head in heads))

@@ -32,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from maglev import files
 from maglev.bench.jobs import Job, work_through
+from maglev.cli.output import check_place
+from maglev.errors import RequestError
 from maglev.evaluate.recall_results import add_rows, draw_costs, draw_rows, read_rows
 from maglev.plots import check_plot
 
@@ -106,6 +108,15 @@ def main() -> int:
     plots = {draw: path for draw, path in ((draw_rows, arguments.plot), (draw_costs, arguments.cost_plot)) if path}
     for path in plots.values():
         check_plot(path)
+    try:
+        if arguments.out is not None:
+            read_rows(arguments.out)
+        for option, path in (("--out", arguments.out), *(("--plot", path) for path in plots.values())):
+            if path is not None:
+                check_place(option, path)
+    except RequestError as error:
+        # before anything is trained
+        parser.error(str(error))
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         work = arguments.keep or Path(name)

@@ -94,7 +94,7 @@ def options(content: Content) -> str:
         for row in measured
     ]
     metrics = ", ".join(sorted({row["metric"] for row in measured}))
-    heads = [f"{metrics}, recurrent", "lifted", "left by a step", "deployed", "Q's own", "state", "trained/s"]
+    heads = [f"{metrics}, recurrent", "lifted", "mean rate of 16 steps", "deployed", "Q's own", "state", "trained/s"]
     return table(["option", "seed", *heads, "steps/s", "by kernels"], rows)
 
 

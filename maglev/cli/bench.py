@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from maglev.cli.options import AsJson, Device
-from maglev.cli.output import console, describe_bytes, emit, finite, progress, say
+from maglev.cli.output import check_place, console, describe_bytes, emit, finite, progress, say
 from maglev.cli.weights import weight_format
 from maglev.errors import RequestError
 
@@ -143,11 +143,11 @@ def check_files(out: Path | None, plot: Path | None) -> None:
     """Minutes of measuring are not to end in a name that cannot be written."""
     from maglev.plots import check_plot
 
-    for option, path in (("--out", out), ("--plot", plot)):
-        if path is not None and path.is_dir():
-            raise RequestError(f"{option} is {path}, a folder; name a file")
     if plot is not None:
         check_plot(plot)
+    for option, path in (("--out", out), ("--plot", plot)):
+        if path is not None:
+            check_place(option, path)
 
 
 def whole_numbers(option: str, text: str | None) -> tuple[int, ...] | None:

@@ -1,13 +1,17 @@
 """`maglev eval length`"""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from maglev.cli.options import AsJson, DataFolder, Device, Split
-from maglev.cli.output import console, emit, keep, progress, say
+from maglev.cli.output import check_place, console, emit, keep, progress, say
 from maglev.errors import RequestError
+
+if TYPE_CHECKING:
+    from maglev.data.loader import Loader
+    from maglev.data.shards import TokenData
 
 TIMES = 64
 
@@ -36,7 +40,11 @@ def length(
         from maglev.plots import check_plot
 
         check_plot(plot)
+        check_place("--plot", plot)
     check_alike(runs)
+    for run in runs:
+        # all of them before the first is measured
+        open_rows(run, data, times, split)
     found: list[dict[str, Any]] = []
     for run in runs:
         found.append(measure(run, data, times, split, rows, rows_per_pass, device))
@@ -61,19 +69,13 @@ def check_alike(runs: list[Path]) -> None:
         raise RequestError(f"runs were trained on rows of different lengths: {told}; measure them apart")
 
 
-def measure(
-    run: Path, data: Path, times: int, split: str, rows: int, rows_per_pass: int, device: str
-) -> dict[str, Any]:
+def open_rows(run: Path, data: Path, times: int, split: str) -> "tuple[TokenData, Loader]":
+    """So many trained lengths of text to a row."""
     from maglev.data.loader import Loader
-    from maglev.evaluate.bpb import bits_per_byte
-    from maglev.evaluate.length import doubling_edges
-    from maglev.evaluate.runs import load_objective, open_matching_data
-    from maglev.train.distributed import resolve_device
+    from maglev.evaluate.runs import open_matching_data
+    from maglev.runs import read_config
 
-    place = resolve_device(device, setting="--device")
-    config, objective, step = load_objective(run, place, say, with_prefiller=False)
-    tokens = open_matching_data(run, data)
-    trained = config.model.context
+    tokens, trained = open_matching_data(run, data), read_config(run).model.context
     loader = Loader(tokens, split, times * trained, seed=0, shuffle=False)
     most = loader.tokens_per_epoch // trained
     if times > most:
@@ -81,6 +83,21 @@ def measure(
             f"--times is {times}, rows of {times * trained:,} tokens, and {split} of {data} has "
             f"{loader.tokens_per_epoch:,}; use at most {most}, or more text"
         )
+    return tokens, loader
+
+
+def measure(
+    run: Path, data: Path, times: int, split: str, rows: int, rows_per_pass: int, device: str
+) -> dict[str, Any]:
+    from maglev.evaluate.bpb import bits_per_byte
+    from maglev.evaluate.length import doubling_edges
+    from maglev.evaluate.runs import load_objective
+    from maglev.train.distributed import resolve_device
+
+    place = resolve_device(device, setting="--device")
+    config, objective, step = load_objective(run, place, say, with_prefiller=False)
+    tokens, loader = open_rows(run, data, times, split)
+    trained = config.model.context
     with progress("rows") as meter:
         result = bits_per_byte(
             objective,

@@ -94,13 +94,13 @@ def contraction_figure(runs: Sequence[RunReport]) -> str:
     return over_steps(runs, title, "left of a disturbance", draw, level=1, bottom=0)
 
 
-def gap_figure(runs: Sequence[RunReport]) -> str:
+def gap_figure(runs: Sequence[RunReport], gap_of: Callable[[RunReport], Curve | None], unit: str) -> str:
     def draw(axes: "Axes", run: RunReport, colour: str) -> None:
-        if run.gap is not None:
-            axes.plot(run.gap.x, run.gap.y, marker="o", color=colour, linewidth=LINE, label=run.label)
+        gap = gap_of(run)
+        if gap is not None:
+            axes.plot(gap.x, gap.y, marker="o", color=colour, linewidth=LINE, label=run.label)
 
-    title = "recurrent less lifted over steps"
-    return over_steps(runs, title, "bits per byte, recurrent less lifted", draw, level=0)
+    return over_steps(runs, "recurrent less lifted over steps", f"{unit}, recurrent less lifted", draw, level=0)
 
 
 def share_figure(runs: Sequence[RunReport]) -> str:

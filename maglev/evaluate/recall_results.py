@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any
 
 from maglev import files
@@ -35,9 +37,11 @@ HANDLE = 3.5
 MEASURED = {"accuracy", "items", "training_seconds", "nats", "gain", "gain_error"}
 # what follows from the rest, as far as what a run began from can be read
 MEASURED |= {"training_flops", "start_flops", "cost"}
-# what a figure is drawn from
-NEEDED = {"recipe", "variant", "pairs", "chance", "memory", "distance", "accuracy", "items", "settings", "seed"}
-NEEDED |= {"context", "depth", "window"}
+# what a figure is drawn from, and of what kind it is
+NEEDED: dict[str, type | UnionType] = {"recipe": str, "variant": str, "memory": str, "distance": str, "settings": dict}
+NEEDED |= dict.fromkeys(("pairs", "items", "seed", "context", "depth", "window"), int)
+NEEDED |= dict.fromkeys(("chance", "accuracy", "training_flops"), int | float)
+DISTANCE = re.compile(r"\d{1,6}-\d{1,6}")
 # distances, in plain reaches, that recall is drawn for against its cost
 COST_RANGES = ((1, 4), (4, 16))
 
@@ -97,10 +101,23 @@ def read_rows(path: Path) -> list[Row]:
         return []
     try:
         rows = json.loads(path.read_bytes())["rows"]
-        assert isinstance(rows, list) and all(row.keys() >= NEEDED for row in rows)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
-        raise RequestError(f"{path} is not a file of recall results; choose another --results") from None
-    return rows
+        whole = isinstance(rows, list) and all(map(is_row, rows))
+    except (OSError, ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise RequestError(f"{path} is not a file of recall results; choose another --results")
+    return [*rows]
+
+
+def is_row(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(key in value and isinstance(value[key], kind) for key, kind in NEEDED.items())
+        and value["memory"] in LINE_STYLES
+        and DISTANCE.fullmatch(value["distance"]) is not None
+        and math.isfinite(value["accuracy"])
+        and min(value[key] for key in ("context", "depth", "window")) > 0
+    )
 
 
 def add_rows(path: Path, rows: Sequence[Row]) -> list[Row]:

@@ -133,10 +133,17 @@ def plots(content: Report) -> Iterator[str]:
         )
     if any(run.gap is not None for run in runs):
         yield figure(
-            gap_figure(runs),
+            gap_figure(runs, lambda run: run.gap, "bits per byte"),
             "What closing the loop costs",
             "How much worse the decoder predicts on memory of its own (recurrent) than on its prefiller's (lifted), on "
             "validation text. Below zero it is better by itself.",
+        )
+    if any(run.recall_gap is not None for run in runs):
+        yield figure(
+            gap_figure(runs, lambda run: run.recall_gap, "recall"),
+            "What closing the loop costs in recall",
+            "How much less the decoder recalls from beyond its windows on memory of its own (recurrent) than on its "
+            "prefiller's (lifted): at zero it has lost nothing, at minus one all.",
         )
     if any(run.memory_share for run in runs):
         yield figure(

@@ -32,6 +32,7 @@ class RunReport:
     by_position: Mapping[str, Curve] = field(default_factory=dict)  # memory source to (position, bits per byte)
     state_bytes: int | None = None
     gap: Curve | None = None  # step of training, bits per byte recurrent less lifted
+    recall_gap: Curve | None = None  # step of training, recall beyond the plain reach recurrent less lifted
     memory_share: Sequence[Curve] = ()  # of every layer: step of training, the part of K/V that is memory
 
 

@@ -34,7 +34,6 @@ def describe_run(run: Path, bits: Bits, state_bytes: int, name: str, label: str)
             for after, place in (("one step", 0), (last, -1))
         }
         contraction["one pass"] = Curve(checked, [number(row["contraction_pass"]) for row in checks])
-    gaps = [(row["step"], row["bpb_recurrent_minus_lifted"]) for row in checks if "bpb_recurrent_minus_lifted" in row]
     layers = min((len(row["memory_share"]) for row in checks), default=0)
     return RunReport(
         name=name,
@@ -45,11 +44,18 @@ def describe_run(run: Path, bits: Bits, state_bytes: int, name: str, label: str)
         bits_per_byte={source: value for source, (value, _) in bits.items()},
         by_position={source: curve for source, (_, curve) in bits.items() if curve is not None},
         state_bytes=state_bytes,
-        gap=Curve([step for step, _ in gaps], [number(gap) for _, gap in gaps]) if gaps else None,
+        gap=gap_in(checks, "bpb"),
+        recall_gap=gap_in(checks, "recall"),
         memory_share=[
             Curve(checked, [number(row["memory_share"][layer]) for row in checks]) for layer in range(layers)
         ],
     )
+
+
+def gap_in(checks: Sequence[Mapping[str, float]], metric: str) -> Curve | None:
+    found = [row for row in checks if f"{metric}_recurrent_minus_lifted" in row]
+    gaps = [number(row[f"{metric}_recurrent_minus_lifted"]) for row in found]
+    return Curve([row["step"] for row in found], gaps) if found else None
 
 
 def number(value: float | None) -> float:

@@ -1,6 +1,7 @@
 """`maglev eval length`: far beyond the trained length, several runs at the same positions."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,7 @@ def test_for_people_there_is_a_table_with_differences_to_the_first(
         (["--times", "1000000"], "use at most"),
         (["--rows", "-1"], "--rows"),
         (["--plot", "x.gif"], "--plot is x.gif"),
+        (["--plot", "/proc/x.svg"], "--plot /proc/x.svg cannot be written"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -84,3 +86,14 @@ def test_bad_input_is_one_line(
     capsys.readouterr()
     assert main(["eval", "length", run, "--data", str(data), *words]) == 2
     assert told in one_line(capsys)
+
+
+def test_every_run_has_to_speak_the_texts_tokens_before_the_first_is_measured(
+    trained: Train, data: Path, other_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [shutil.copytree(trained(recipe), tmp_path / recipe) for recipe in RECIPES]
+    shutil.copy(other_data / "tokenizer.json", runs[1] / "tokenizer.json")
+    capsys.readouterr()
+    assert main(["eval", "length", *map(str, runs), "--data", str(data), "--times", "2"]) == 2
+    assert f"the tokenizer of {runs[1]} does not match the data" in one_line(capsys)
+    assert not list(runs[0].glob("eval/length-*"))

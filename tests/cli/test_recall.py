@@ -14,7 +14,7 @@ from maglev.__main__ import main
 from maglev.cli.recall import LOOP
 from maglev.config import ClosedMaglevConfig
 from maglev.evaluate.costs import start_costs
-from maglev.evaluate.recall_results import add_rows, curves
+from maglev.evaluate.recall_results import add_rows, curves, read_rows
 from maglev.runs import read_config, read_metrics
 from tests.processes import ROOT
 from tests.small_runs import Train, one_line
@@ -249,6 +249,33 @@ def test_a_run_on_text_and_a_foreign_results_file_are_refused(
     assert "is not a file of recall results" in one_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("distance", "abc"),
+        ("accuracy", None),
+        ("accuracy", math.nan),
+        ("memory", "foo"),
+        ("window", None),
+        ("depth", 0),
+        ("settings", []),
+        ("seed", "0"),
+        ("training_flops", None),
+    ],
+)
+def test_rows_that_were_damaged_are_refused_before_anything_is_trained(
+    key: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = json.loads((ROOT / "results" / "recall.json").read_text())["rows"][:2]
+    file, whole = tmp_path / "r.json", {"rows": rows}
+    file.write_text(json.dumps(whole))
+    assert read_rows(file) == rows
+    file.write_text(damaged := json.dumps({"rows": [rows[0], rows[1] | {key: value}]}))
+    assert main(["eval", "recall", RECIPE, *TINY, "--out", str(tmp_path / "run"), "--results", str(file)]) == 2
+    assert "is not a file of recall results" in one_line(capsys)
+    assert file.read_text() == damaged and not (tmp_path / "run").exists()
+
+
 NEEDLES = ["--variant", "needles", "--keys", "4", "--values", "4"]
 
 
@@ -286,6 +313,16 @@ def test_needles_are_asked_of_a_run_on_them_and_of_a_run_on_text(
     ):
         assert main(["eval", "recall", *more]) == 2
         assert says in one_line(capsys)
+
+
+def test_the_benchmark_refuses_what_it_cannot_add_to_before_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text('{"rows": [{}]}')
+    script = str(ROOT / "benchmarks" / "recall.py")
+    for place, says in (("r.json", "is not a file of recall results"), (".", "is not a file of recall results")):
+        command = [sys.executable, script, "swa-ssss", "--out", str(tmp_path / place), "--keep", str(tmp_path / "runs")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2 and says in done.stderr.splitlines()[-1] and not done.stdout
+    assert (tmp_path / "r.json").read_text() == '{"rows": [{}]}' and not (tmp_path / "runs").exists()
 
 
 def test_the_benchmark_trains_several_at_a_time_and_ends_with_json(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def test_a_run_on_recall_tells_what_it_recalls(tmp_path: Path, capsys: pytest.Ca
     _, page = report_of(capsys, str(tmp_path / "run"))
     assert "2 of 2 steps of 128 tokens; recall beyond the plain reach recurrent 0." in page
     assert "No bits per byte have been measured" in page and "<h3>Whether the loop holds</h3>" in page
+    assert "<h3>What closing the loop costs in recall</h3>" in page and "recall, recurrent less lifted" in page
+    assert "<h3>What closing the loop costs</h3>" not in page
 
 
 def test_runs_are_compared_on_one_text_or_on_none(

@@ -34,7 +34,12 @@ from tests.helpers import (
     step_through,
 )
 
-SEVERAL = ["shared_kv+slots", "shared_kv+layer_residual", "tokens+slots+cross_attention"]
+SEVERAL = [
+    "shared_kv+slots",
+    "shared_kv+layer_residual",
+    "shared_kv+cross_attention",
+    "tokens+slots+cross_attention",
+]
 ALL = [*get_args(InjectionKind), *SEVERAL]
 OTHERS = [name for name in ALL if name != "shared_kv"]
 ONE_OF_EACH_PLACE = ("layer_kv", "tokens", "cross_attention", "shared_kv+slots", "shared_kv+layer_residual")

@@ -259,6 +259,8 @@ def test_memories_of_both_may_be_kept_alike(kind: str) -> None:
         assert_parallel_is_stepped(objective.decoder, (1, 5, 24))
         for name, gradient in gradients(objective(tokens, targets).total, objective).items():
             assert gradient.abs().max() > 0, name
+    with pytest.raises(RequestError, match=r"leave data\.document_mask at false"):
+        both(tokens, targets, Documents(torch.zeros_like(tokens)))
 
 
 @pytest.mark.usefixtures("script")

@@ -53,7 +53,9 @@ def assert_steps_as_it_passes(run: Path) -> None:
     torch.testing.assert_close(read.memory, step.memory, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("injection", [*get_args(InjectionKind)[1:], "shared_kv+layer_residual"])
+@pytest.mark.parametrize(
+    "injection", [*get_args(InjectionKind)[1:], "shared_kv+layer_residual", "shared_kv+cross_attention"]
+)
 def test_injections(injection: str, data: Path, tmp_path: Path) -> None:
     settings = {"model.injection": injection, "model.heads": 2, "model.kv_heads": 1}
     validation = trained_run("maglev-shared-0.1", data, tmp_path / "run", settings)
@@ -86,7 +88,7 @@ def test_prefillers(recipe: str, settings: dict[str, Any], data: Path, tmp_path:
     assert_same_tensors(whole, parts)
 
 
-@pytest.mark.parametrize("injection", get_args(InjectionKind))
+@pytest.mark.parametrize("injection", [*get_args(InjectionKind), "shared_kv+layer_residual"])
 def test_an_swa_as_the_start(injection: str, data: Path, tmp_path: Path) -> None:
     """Its weights are taken, gates begin neutral, and the loss goes on from where the SWA ended."""
     swa, run = tmp_path / "swa", tmp_path / "run"

@@ -35,6 +35,8 @@ def test_options_are_trained_and_set_side_by_side(
     assert [row["option"] for row in rows] == ["injection tokens", "teacher", "from swa residual"]
     for row in rows:
         assert row["metric"] == "recall" and 0 <= row["recurrent"] <= 1 and 0 <= row["lifted"] <= 1
+        assert len(row["disturbance_left"]) == 5 and row["disturbance_steps"] == 16
+        assert row["contraction_step"] == pytest.approx(row["disturbance_left"][-1] ** (1 / 16))
         assert row["contraction_step"] >= 0 and row["train_tokens_per_s"] > 0 and row["step_tokens_per_s"] > 0
     tokens, teacher, residual = rows
     assert tokens["state_bytes"] > 1.9 * residual["state_bytes"]
