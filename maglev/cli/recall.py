@@ -325,6 +325,7 @@ def measure(
         trained=trained_otherwise(run, config, task, rows.context),
         text={"data": text.folder.resolve().name, "trained_on": "text" if on_text else "needles"} if text else {},
         gains=gains,
+        loop={key: loop[key] for key in LOOP if key in loop},
     )
     if all(math.isnan(result.beyond_reach) for result in found):
         say(f"nothing is asked beyond the plain reach of {reach} tokens; a larger --context does")

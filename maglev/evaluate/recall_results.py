@@ -34,7 +34,7 @@ PANEL, ENTRY = 3.4, 0.19
 # long enough to show dashes beside a marker
 HANDLE = 3.5
 # what was found; all else says what was measured
-MEASURED = {"accuracy", "items", "training_seconds", "nats", "gain", "gain_error"}
+MEASURED = {"accuracy", "items", "training_seconds", "nats", "gain", "gain_error", "loop"}
 # what follows from the rest, as far as what a run began from can be read
 MEASURED |= {"training_flops", "start_flops", "cost"}
 # what a figure is drawn from, and of what kind it is
@@ -59,13 +59,15 @@ def result_rows(
     text: Row | None = None,
     trained: Row | None = None,
     gains: Mapping[tuple[str, str], Row] | None = None,
+    loop: Row | None = None,
 ) -> list[Row]:
     """`settings` are those in which the run differs from its recipe's defaults. Of needles, `text` says what they lie
     in and whether the run was trained on them, and `gains` what they are worth, by memory source and distance.
     `trained` is in what the run's own task differs from what is asked: without it, two runs would be one row. `rows` is
     how many were measured, where that is not the usual number: it is another measure then. `training_flops` are of
     `steps` steps and of what the run began from, which `start_flops` tells, null where that is not there any more;
-    `cost` is of the steps alone."""
+    `cost` is of the steps alone. `loop`, the last diagnostics of training, stands once, in the first recurrent
+    row."""
     facts: Row = {"recipe": config.recipe, "variant": task.variant, "pairs": task.pairs, "chance": task.chance}
     facts |= {"query_share": task.query_share, "spread": task.spread, "context": context}
     facts |= {"depth": config.model.depth, "width": config.model.width, "window": config.model.window}
@@ -79,7 +81,7 @@ def result_rows(
     facts |= {"start_flops": None if began is None else round(began[0])} if config.train.init_from else {}
     facts["training_seconds"] = round(seconds, 1)
     facts["cost"] = round(objective_flops(until(config, steps)) / objective_flops(papers(config)), 3)
-    return [
+    found = [
         facts
         | {"memory": result.source, "passes": result.passes, "distance": bucket.label}
         | {"accuracy": round(bucket.accuracy, 5), "items": bucket.items}
@@ -87,6 +89,10 @@ def result_rows(
         for result in results
         for bucket in result.buckets
     ]
+    first = next((row for row in found if row["memory"] == "recurrent"), None)
+    if loop and first is not None:
+        first["loop"] = loop
+    return found
 
 
 def papers(config: RunConfig) -> RunConfig:

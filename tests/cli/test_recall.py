@@ -69,6 +69,8 @@ def test_a_recipe_is_trained_and_measured_a_run_only_measured(
         assert row["recall_recurrent_minus_lifted"] == row["recall_recurrent"] - row["recall_lifted"]
         assert row["contraction_step"] >= 0 and row["contraction_pass"] >= 0 and len(row["memory_share"]) == 1
     assert first["loop"] == {key: on_the_way[-1][key] for key in LOOP}
+    assert [row["loop"] for row in rows if "loop" in row] == [first["loop"]]
+    assert next(row for row in rows if row["memory"] == "recurrent")["loop"] == first["loop"]
     # of some rows alone, so it is not the run's figure
     assert Path(first["plot"]) == run / "recall-8-rows.svg" and "<svg" in (run / "recall-8-rows.svg").read_text()
     # the run is finished: the same again trains nothing and finds the same
