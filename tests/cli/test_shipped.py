@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import maglev
 from maglev import runs
 from maglev.__main__ import main
+from maglev.cli.bench import prompt_of
 from maglev.errors import RequestError
 from maglev.inference.engine import LanguageModel
+from maglev.inference.reading import read_
 from maglev.runs import read_config
 from tests.documents import REPOSITORY
+from tests.helpers import step_through
 from tests.scripts import load_script
 from tests.small_runs import Train, one_line
 
@@ -165,3 +169,19 @@ def test_transformers_takes_them_as_they_are() -> None:
     lm = maglev.load(TINY, device="cpu")
     expected = "The river" + "".join(lm.generate("The river", max_tokens=20, temperature=0))
     assert tokenizer.decode(written[0], skip_special_tokens=True) == expected
+
+
+def test_four_passes_read_what_stepping_reads() -> None:
+    """Of the weights themselves, on text that they were not trained on: as near as rounding lets passes come at all."""
+    lm = maglev.load("maglev-tiny", device="cpu", dtype=torch.bfloat16)
+    tokens = prompt_of(lm, None, 256)
+    stepped = step_through(lm.decoder, tokens).float()
+
+    def distance(passes: int, **how: int) -> float:
+        memories: list[Tensor] = []
+        read_(lm.decoder, tokens, lm.decoder.initial_state(1), passes=passes, memories=memories, **how)
+        return float((torch.cat(memories, dim=1).float() - stepped).norm() / stepped.norm())
+
+    floor = distance(8)
+    assert floor < 0.01 and distance(4, block=16, stride=8) < 1.1 * floor < distance(4)
+    assert distance(1, block=16, stride=8) > 10 * floor
