@@ -106,14 +106,14 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where runs and logs stay; else they are removed")
     arguments = parser.parse_args()
     plots = {draw: path for draw, path in ((draw_rows, arguments.plot), (draw_costs, arguments.cost_plot)) if path}
-    for path in plots.values():
-        check_plot(path)
     try:
-        if arguments.out is not None:
-            read_rows(arguments.out)
-        for option, path in (("--out", arguments.out), *(("--plot", path) for path in plots.values())):
+        for option, path in (("--plot", arguments.plot), ("--cost-plot", arguments.cost_plot)):
             if path is not None:
+                check_plot(path, option)
                 check_place(option, path)
+        if arguments.out is not None:
+            check_place("--out", arguments.out)
+            read_rows(arguments.out, "--out")
     except RequestError as error:
         # before anything is trained
         parser.error(str(error))

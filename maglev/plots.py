@@ -15,10 +15,10 @@ FORMATS = (".svg", ".png", ".pdf")
 WIDE = (9.6, 3.8)
 
 
-def check_plot(path: Path) -> None:
+def check_plot(path: Path, option: str = "--plot") -> None:
     """Before anything is measured: a name that can be drawn to, and something to draw with."""
     if path.suffix.lower() not in FORMATS:
-        raise RequestError(f"--plot is {path}; its name must end in one of {', '.join(FORMATS)}")
+        raise RequestError(f"{option} is {path}; its name must end in one of {', '.join(FORMATS)}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:

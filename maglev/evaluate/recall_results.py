@@ -41,6 +41,7 @@ MEASURED |= {"training_flops", "start_flops", "cost"}
 NEEDED: dict[str, type | UnionType] = {"recipe": str, "variant": str, "memory": str, "distance": str, "settings": dict}
 NEEDED |= dict.fromkeys(("pairs", "items", "seed", "context", "depth", "window"), int)
 NEEDED |= dict.fromkeys(("chance", "accuracy", "training_flops"), int | float)
+POSITIVE = ("items", "context", "depth", "window", "training_flops")
 DISTANCE = re.compile(r"\d{1,6}-\d{1,6}")
 # distances, in plain reaches, that recall is drawn for against its cost
 COST_RANGES = ((1, 4), (4, 16))
@@ -101,7 +102,7 @@ def papers(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model=model, objective=SharedMaglevConfig())
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, option: str = "--results") -> list[Row]:
     """Of a file that may not be there yet."""
     if not path.exists():
         return []
@@ -111,7 +112,7 @@ def read_rows(path: Path) -> list[Row]:
     except (OSError, ValueError, KeyError, TypeError):
         whole = False
     if not whole:
-        raise RequestError(f"{path} is not a file of recall results; choose another --results")
+        raise RequestError(f"{path} is not a file of recall results; choose another {option}")
     return [*rows]
 
 
@@ -121,8 +122,9 @@ def is_row(value: Any) -> bool:
         and all(key in value and isinstance(value[key], kind) for key, kind in NEEDED.items())
         and value["memory"] in LINE_STYLES
         and DISTANCE.fullmatch(value["distance"]) is not None
-        and math.isfinite(value["accuracy"])
-        and min(value[key] for key in ("context", "depth", "window")) > 0
+        and not any(isinstance(value[key], bool) for key in NEEDED)
+        and all(map(math.isfinite, (value["accuracy"], value["chance"], value["training_flops"])))
+        and min(value[key] for key in POSITIVE) > 0
     )
 
 

@@ -263,6 +263,10 @@ def test_a_run_on_text_and_a_foreign_results_file_are_refused(
         ("settings", []),
         ("seed", "0"),
         ("training_flops", None),
+        ("training_flops", 0),
+        ("items", 0),
+        ("chance", math.nan),
+        ("accuracy", True),
     ],
 )
 def test_rows_that_were_damaged_are_refused_before_anything_is_trained(
@@ -320,9 +324,14 @@ def test_needles_are_asked_of_a_run_on_them_and_of_a_run_on_text(
 def test_the_benchmark_refuses_what_it_cannot_add_to_before_it_trains(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text('{"rows": [{}]}')
     script = str(ROOT / "benchmarks" / "recall.py")
-    for place, says in (("r.json", "is not a file of recall results"), (".", "is not a file of recall results")):
-        command = [sys.executable, script, "swa-ssss", "--out", str(tmp_path / place), "--keep", str(tmp_path / "runs")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    for words, says in (
+        (["--out", "r.json"], "r.json is not a file of recall results; choose another --out"),
+        (["--out", "."], "--out is ., which is a folder"),
+        (["--plot", "a.foo"], "--plot is a.foo; its name must end in"),
+        (["--cost-plot", "/proc/a.svg"], "--cost-plot /proc/a.svg cannot be written"),
+    ):
+        command = [sys.executable, script, "swa-ssss", *words, "--keep", "runs"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
         assert done.returncode == 2 and says in done.stderr.splitlines()[-1] and not done.stdout
     assert (tmp_path / "r.json").read_text() == '{"rows": [{}]}' and not (tmp_path / "runs").exists()
 

@@ -16,8 +16,9 @@ from maglev.model.accounting import objective_flops
 from maglev.model.memory import shift_right
 from maglev.objectives import build
 from maglev.objectives.losses import Documents, next_token_loss, token_mean
+from maglev.objectives.sweeps import Sweeps
 from maglev.ops.inject import rms_norm
-from tests.helpers import assert_parallel_is_stepped, batch_of, gradients, random_weights, small
+from tests.helpers import assert_parallel_is_stepped, batch_of, changed_positions, gradients, random_weights, small
 from tests.scripts import load_script
 
 SHAPE = {"depth": 2, "width": 16, "heads": 2, "context": 24, "window": 4, "vocab_size": 61}
@@ -341,6 +342,19 @@ def test_cuts_leave_memory_alone_to_tell_what_came_before() -> None:
     torch.testing.assert_close(
         found.next_token, next_token_loss(objective.decoder, expected, targets), rtol=0, atol=1e-12
     )
+    # in rollouts, too, what stood before a cut reaches what comes after through the memory at 5 alone, here the same
+    other = tokens.clone()
+    other[:2, :6] = (other[:2, :6] + 1) % 61
+    for cut, changed in ((6, 6), (0, 12)):
+        rollouts = []
+        for given in (tokens[:2], other[:2]):
+            sweeps = Sweeps(
+                objective.decoder, given, levers(cut=cut, **shape | {"cut_share": 1.0}).cut(given, Documents())
+            )
+            embedded = objective.decoder.embedding(given)
+            sweeps.run(target_memory[:2], range(14), embedded)
+            rollouts.append(sweeps.rollout(target_memory[:2], 6, embedded))
+        assert changed_positions(*rollouts) == [*range(changed)]
     whole = levers(cut=14, **shape)(tokens, targets)
     assert (found.next_token - whole.next_token).abs() > 1e-6
     torch.testing.assert_close(whole.total, levers(**shape)(tokens, targets).total, rtol=0, atol=1e-12)
