@@ -28,7 +28,7 @@ LOOP = ("contraction_pass", "contraction_step", "disturbance_left", "disturbance
 # of a rollout, in layers x W
 REACHES = 4
 # what these say is where and how a run goes, not what it is
-UNTOLD = {"train.device", "train.tensorboard", "train.threads", "train.rows_per_pass", "train.compile"}
+UNTOLD = {"train.device", "train.tensorboard", "train.threads", "train.rows_per_pass", "train.compile", "train.graphs"}
 UNTOLD |= {f"train.{name}" for name in ("checkpoint_every", "validate_every", "validation_rows", "log_every")}
 
 

@@ -40,8 +40,8 @@ MEASURED |= {"training_flops", "start_flops", "cost"}
 # what a figure is drawn from, and of what kind it is
 NEEDED: dict[str, type | UnionType] = {"recipe": str, "variant": str, "memory": str, "distance": str, "settings": dict}
 NEEDED |= dict.fromkeys(("pairs", "items", "seed", "context", "depth", "window"), int)
-NEEDED |= dict.fromkeys(("chance", "accuracy", "training_flops"), int | float)
-POSITIVE = ("items", "context", "depth", "window", "training_flops")
+NEEDED |= dict.fromkeys(("chance", "accuracy"), int | float)
+POSITIVE = ("items", "context", "depth", "window")
 DISTANCE = re.compile(r"\d{1,6}-\d{1,6}")
 # distances, in plain reaches, that recall is drawn for against its cost
 COST_RANGES = ((1, 4), (4, 16))
@@ -123,9 +123,16 @@ def is_row(value: Any) -> bool:
         and value["memory"] in LINE_STYLES
         and DISTANCE.fullmatch(value["distance"]) is not None
         and not any(isinstance(value[key], bool) for key in NEEDED)
-        and all(map(math.isfinite, (value["accuracy"], value["chance"], value["training_flops"])))
+        and all(map(math.isfinite, (value["accuracy"], value["chance"])))
         and min(value[key] for key in POSITIVE) > 0
+        and has_cost(value)
     )
+
+
+def has_cost(row: Row) -> bool:
+    """One that can be drawn, where there is one at all."""
+    flops = row.get("training_flops", 1)
+    return isinstance(flops, int | float) and not isinstance(flops, bool) and 0 < flops < math.inf
 
 
 def add_rows(path: Path, rows: Sequence[Row]) -> list[Row]:
@@ -215,7 +222,7 @@ def looks_of(drawn: Sequence[Curve]) -> dict[str, tuple[Any, str]]:
 
 def draw_costs(path: Path, rows: Sequence[Row]) -> None:
     """Recurrent accuracy over what training took, the mean over seeds: a line where only the steps differ."""
-    rows = [row for row in rows if row["memory"] == "recurrent"]
+    rows = [row for row in rows if row["memory"] == "recurrent" and "training_flops" in row]
     names = {name for first, last in COST_RANGES for name, _, _ in cost_curves(rows, first, last)}
     size = WIDE[0] + (PANEL if len(names) > INSIDE else 0), max(WIDE[1], 0.6 + ENTRY * len(names))
     save_plot(path, partial(draw_cost_curves, rows=rows), size)

@@ -207,6 +207,15 @@ def test_rows_are_added_once_and_drawn(tmp_path: Path) -> None:
 
     draw_costs(tmp_path / "c.svg", again)
     assert "1 to 4 plain reaches" in (tmp_path / "c.svg").read_text()
+    # rows of before costs were told are read and added to, and left out where costs are drawn
+    old = [{key: value for key, value in row.items() if key != "training_flops"} for row in again]
+    assert add_rows(tmp_path / "old.json", old) == read_rows(tmp_path / "old.json") == old
+    for part in ("a", "b"):
+        (tmp_path / part).mkdir()
+    draw_costs(tmp_path / "a" / "c.svg", [*old, *again])
+    assert (tmp_path / "a" / "c.svg").read_text() == (tmp_path / "c.svg").read_text()
+    draw_costs(tmp_path / "b" / "c.svg", old)
+    assert "swa-ssss" in (tmp_path / "c.svg").read_text() and "swa-ssss" not in (tmp_path / "b" / "c.svg").read_text()
     # each with a look of its own, the recipe as it is in the recipe's colour
     looks = looks_of(curves(both))
     assert len(set(looks.values())) == 3 and to_hex(looks["swa-ssss"][0]) == RECIPE_COLOURS["swa-ssss"]
