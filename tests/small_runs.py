@@ -32,6 +32,11 @@ SMALL: dict[str, Any] = {
 }
 # rates are scaled down with the tokens per step, so that a few steps of SMALL would change next to nothing
 FAST = {f"optimizer.{name}_lr": 0.3 for name in ("matrix", "readout", "gate")} | {"optimizer.embedding_lr": 3}
+# a step that leaves the weights as they were
+FROZEN: dict[str, Any] = {"train.steps": 1, "train.checkpoint_every": 1, "optimizer.weight_decay": 0}
+FROZEN |= {
+    f"optimizer.{name}_lr": 0 for name in ("matrix", "embedding", "readout", "gate", "residual_scale", "input_scale")
+}
 
 Train = Callable[..., Path]
 

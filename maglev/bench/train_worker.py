@@ -85,6 +85,9 @@ class RandomTask:
     def check(self, run: Path) -> None:
         pass
 
+    def check_tokens(self, run: Path) -> None:
+        pass
+
 
 class Parts:
     """Where a step's time goes: marks at the borders of its parts, as events of the GPU's own stream where it has one.

@@ -209,7 +209,7 @@ def meet_teacher(objective: Objective, task: Task) -> str:
     if not isinstance(objective, MaglevObjective) or not isinstance(objective.prefiller, PretrainedPrefiller):
         return ""
     try:
-        task.check(objective.prefiller.folder)
+        task.check_tokens(objective.prefiller.folder)
     except RequestError as error:
         raise RequestError(f"objective.prefiller_from: {error}") from None
     return digest_of(objective.prefiller.load())
@@ -242,7 +242,7 @@ def start_from(
             )
     if source.windows != mine.windows:
         report(f"--init-from {run}: its windows are {set(source.windows)}, this run's are {set(mine.windows)}")
-    task.check(run)
+    task.check_tokens(run)
     if found is None:
         raise RequestError(f"--init-from {run}: it has no checkpoint yet; let that run reach one first")
     stems = {"decoder": [found.stored("decoder")]}

@@ -61,7 +61,10 @@ class Task(Protocol):
     def save(self, run: Path) -> None: ...
 
     def check(self, run: Path) -> None:
-        """Refuse a run whose tokens mean something else."""
+        """Refuse a run that was trained on something else."""
+
+    def check_tokens(self, run: Path) -> None:
+        """Refuse a run whose tokens mean something else: what such a one knows is of no use here."""
 
 
 class Text:
@@ -85,6 +88,12 @@ class Text:
     def check(self, run: Path) -> None:
         if (run / RECALL).exists():
             raise RequestError(f"{run} was trained on the recall task, not on text; choose another --out")
+        check_tokenizer(run, self.data)
+
+    def check_tokens(self, run: Path) -> None:
+        # needles lie in text, and their run speaks its tokens
+        if (run / RECALL).exists() and not (run / TOKENIZER).exists():
+            raise RequestError(f"{run} was trained on the recall task, whose tokens are no text; name another run")
         check_tokenizer(run, self.data)
 
 
@@ -151,6 +160,21 @@ class Recall:
             raise RequestError(f"{run} was trained on another recall task, {theirs}; ask for that one")
         if self.data is not None:
             check_tokenizer(run, self.data)
+
+    def check_tokens(self, run: Path) -> None:
+        """Of text where needles lie in it, whatever was planted there; else the same keys and values at the same
+        places, however many of them are asked for: few pairs are a start for many."""
+        if self.data is not None:
+            check_tokenizer(run, self.data)
+            return
+        theirs = read_recall(run)
+        own = (self.config.fillers, self.config.keys, self.config.values)
+        if theirs.variant == "needles" or (theirs.fillers, theirs.keys, theirs.values) != own:
+            raise RequestError(
+                f"{run} was trained on {theirs.variant} with {theirs.keys} keys, {theirs.values} values and "
+                f"{theirs.fillers} fillers, which are other tokens than those of {self.config.variant} with {own[1]}, "
+                f"{own[2]} and {own[0]}; make them equal"
+            )
 
 
 class RecallValidation:

@@ -16,7 +16,7 @@ from maglev.runs import read_config, read_metrics
 from maglev.train import launch
 from maglev.train.setup import rows_per_pass
 from tests.helpers import MAGLEV_RECIPES
-from tests.small_runs import SMALL, Train, Unwatched, losses_of, tensors_of
+from tests.small_runs import FROZEN, SMALL, Train, Unwatched, losses_of, tensors_of
 
 pytestmark = pytest.mark.usefixtures("without_speed")
 
@@ -160,12 +160,6 @@ def test_rows_per_pass_divide_the_rows(rows: int, wanted: int, expected: int) ->
 
     config = run_config("swa-ssss", 1, {"train.rows_per_pass": wanted})
     assert rows_per_pass(config, rows, torch.device("cpu")) == expected
-
-
-FROZEN = {"train.steps": 1, "train.checkpoint_every": 1, "optimizer.weight_decay": 0}
-FROZEN |= {
-    f"optimizer.{name}_lr": 0 for name in ("matrix", "embedding", "readout", "gate", "residual_scale", "input_scale")
-}
 
 
 @pytest.mark.parametrize("recipe", MAGLEV_RECIPES)

@@ -1,11 +1,14 @@
 """The one loop on the recall task: every recipe, exact resumption, validation by memory source."""
 
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from maglev.checkpoint import checkpoint_folder
 from maglev.data.recall import RecallConfig
@@ -15,7 +18,7 @@ from maglev.runs import RECALL, TOKENIZER, read_metrics
 from maglev.train import launch
 from maglev.train.task import Recall
 from tests.helpers import ALL_RECIPES, batch_of, small
-from tests.small_runs import FAST, SMALL, Unwatched, assert_same_tensors, losses_of
+from tests.small_runs import FAST, FROZEN, SMALL, Train, Unwatched, assert_same_tensors, losses_of, tensors_of
 
 pytestmark = pytest.mark.usefixtures("without_speed")
 TASK = RecallConfig(pairs=2, keys=8, values=8)
@@ -72,6 +75,46 @@ def test_another_task_does_not_go_on_in_the_run(tmp_path: Path, data: Path) -> N
         launch.train("swa-ssss", Recall(TASK), tmp_path / "run", Unwatched(), depth=1, settings=settings, resume=True)
     with pytest.raises(RequestError, match=r"model\.vocab_size|tokenizer"):
         launch.train("swa-ssss", data, tmp_path / "run", Unwatched(), depth=1, settings=SMALL | FAST, resume=True)
+
+
+def weights_of(run: Path) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors_of(run).items() if name.startswith(("decoder/", "prefiller/"))}
+
+
+def test_few_pairs_are_a_start_for_many_and_text_for_needles_in_it(
+    tmp_path: Path, data: Path, other_data: Path, trained: Train
+) -> None:
+    few, text, numbers = tmp_path / "few", trained("maglev-closed"), count()
+    train("maglev-closed", few, steps=2, checkpoint_every=2)
+
+    def begin(task: Recall, start: Path) -> Path:
+        run = tmp_path / f"{next(numbers)}"
+        settings = SMALL | FROZEN | {"train.init_from": str(start)}
+        settings |= {} if task.data is None else {"model.context": 128, "train.tokens_per_step": 256}
+        launch.train("maglev-closed", task, run, Unwatched(), depth=1, settings=settings)
+        return run
+
+    needles = RecallConfig(variant="needles", pairs=1, keys=4, values=4)
+    for task, start in (
+        (Recall(RecallConfig(pairs=4, keys=8, values=8, query_share=0.5)), few),
+        (Recall(RecallConfig(variant="overwrite", pairs=2, keys=8, values=8)), few),
+        (Recall(needles, open_data(data)), text),
+    ):
+        ours, theirs = weights_of(begin(task, start)), weights_of(start)
+        assert theirs and set(ours) == set(theirs)
+        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    for task, start, says in (
+        # as many tokens, of which some mean something else
+        (Recall(RecallConfig(pairs=2, keys=9, values=7)), few, "with 8 keys, 8 values and 7 fillers, which are other"),
+        (Recall(RecallConfig(pairs=2, keys=200, values=92)), text, "was not trained on the recall task"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            begin(task, start)
+    with pytest.raises(RequestError, match=r"the tokenizer of .* does not match the data"):
+        Recall(needles, open_data(other_data)).check_tokens(text)
+    settings = SMALL | {"train.init_from": str(few), "model.vocab_size": 300}
+    with pytest.raises(RequestError, match=r"its model\.vocab_size is 24, this run's is 300"):
+        launch.train("maglev-closed", data, tmp_path / "text", Unwatched(), depth=1, settings=settings)
 
 
 def test_needles_in_text_go_on_as_if_nothing_had_happened_in_the_same_text_alone(
