@@ -145,11 +145,11 @@ def measure_model(
     watch(f"{name}: relative change by pass")
     changes = read(plan.passes or max(report.passes) + BEYOND).changes
     watch(f"{name}: distance to stepping by pass")
-    distances: list[float] = []
+    distances = Distances([], [], None)
     # random weights need not contract, and then no two orders of arithmetic agree
     if weights == "trained" and changes[0]:
         start = tokens[:, :COMPARED]
-        distances = distance_by_pass(reader, start, shape, len(changes[0]) + BEYOND)
+        distances = distance_by_pass(reader, decoder, start, shape, len(changes[0]) + BEYOND)
     watch(f"{name}: {plan.steps} steps")
     step_s = step_seconds(decoder, plan)
     length = tokens.shape[1]
@@ -173,21 +173,55 @@ def measure_model(
         "stepping_by_reading": {kind: value * length / taken for kind, value in step_s.items()},
         "peak_bytes": peak,
         "largest_change_by_pass": largest_by_pass(changes),
-        "distance_to_stepping_by_pass": distances,
+        "distance_to_stepping_by_pass": distances.to_steps,
+        "distance_to_float32_by_pass": distances.to_float32,
+        "steps_to_float32": distances.of_steps,
     }
 
 
-def distance_by_pass(reader: Decoder | FastDecoder, tokens: Tensor, shape: Shape, passes: int) -> list[float]:
-    """||m - m*|| / ||m*|| of the start of the prompt, m* being the memories of single steps, when all of it is read
-    with one pass over every block, with two, and so on."""
-    state = reader.initial_state(1)
-    stepped = torch.stack([reader.step_(token[None], state).clone() for token in tokens[0]], dim=1).float()  # (1, T, D)
-    found = []
+class Distances(NamedTuple):
+    """||m - m*|| / ||m*||: of memories after 1, 2, ... passes over every block from those of single steps, and from
+    those of single steps in float32 where they are narrower, with what the single steps themselves are from there."""
+
+    to_steps: list[float]
+    to_float32: list[float]
+    of_steps: float | None
+
+
+def distance_by_pass(
+    reader: Decoder | FastDecoder, decoder: Decoder, tokens: Tensor, shape: Shape, passes: int
+) -> Distances:
+    """Of the start of the prompt; `reader` is `decoder` as it reads."""
+    stepped, exact = stepped_memories(reader, tokens), None
+    if decoder.compute_dtype.itemsize < torch.float32.itemsize:
+        exact = stepped_memories(widened(decoder), tokens)
+    found = Distances([], [], None if exact is None else distance(stepped, exact))
     for number in range(1, passes + 1):
-        memories: list[Tensor] = []
-        shape.read_(reader, tokens, number, memories)
-        found.append(float((torch.cat(memories, dim=1).float() - stepped).norm() / stepped.norm()))
+        pieces: list[Tensor] = []
+        shape.read_(reader, tokens, number, pieces)
+        memories = torch.cat(pieces, dim=1).float()
+        found.to_steps.append(distance(memories, stepped))
+        if exact is not None:
+            found.to_float32.append(distance(memories, exact))
     return found
+
+
+@torch.inference_mode()
+def stepped_memories(reader: Decoder | FastDecoder, tokens: Tensor) -> Tensor:
+    """tokens (1, T) -> (1, T, D), float32"""
+    state = reader.initial_state(1)
+    return torch.stack([reader.step_(token[None], state).clone() for token in tokens[0]], dim=1).float()
+
+
+def widened(decoder: Decoder) -> Decoder:
+    """The same weights, in float32."""
+    twin = Decoder(decoder.config).to(decoder.device, torch.float32)
+    twin.load_state_dict(decoder.state_dict())
+    return twin.eval().requires_grad_(False)
+
+
+def distance(memories: Tensor, wanted: Tensor) -> float:
+    return float((memories - wanted).norm() / wanted.norm())
 
 
 def largest_by_pass(changes: list[list[float]]) -> list[float]:

@@ -331,8 +331,13 @@ def render_read(result: Result) -> None:
     for row in result["rows"]:
         if distances := row["distance_to_stepping_by_pass"]:
             shown = " ".join(f"{distance:.2g}" for distance in distances)
-            console().print(
+            told = (
                 f"{row['model']}: relative distance from the memories of single steps after 1, 2, ... passes over "
-                f"every block: {shown}. What the last ones leave is rounding.",
-                soft_wrap=True,
+                f"every block: {shown}. What the last ones leave is rounding."
             )
+            if row["steps_to_float32"] is not None:
+                shown = " ".join(f"{distance:.2g}" for distance in row["distance_to_float32_by_pass"])
+                told += (
+                    f" From single steps in float32: {shown}; single steps themselves: {row['steps_to_float32']:.2g}."
+                )
+            console().print(told, soft_wrap=True)

@@ -1,7 +1,11 @@
 """What `bench read` counts: passes, positions and FLOPs. What the times are is not a test's business."""
 
+import copy
+import math
+
 import pytest
 import torch
+from torch import Tensor
 
 from maglev.bench.models import random_decoder, swa_twin
 from maglev.bench.read import (
@@ -56,6 +60,24 @@ def test_a_trained_decoder_is_set_beside_its_steps() -> None:
     assert swa["distance_to_stepping_by_pass"] == []
     errors = maglev["distance_to_stepping_by_pass"]
     assert errors[0] > 1e-3 and errors[-1] < 1e-5 and errors[:4] == sorted(errors[:4], reverse=True)
+    # nothing is more precise than what it was read in
+    assert maglev["distance_to_float32_by_pass"] == [] and maglev["steps_to_float32"] is None
+
+
+@torch.no_grad()
+def stepped(decoder: Decoder, tokens: Tensor) -> Tensor:
+    state = decoder.initial_state(1)
+    return torch.cat([decoder.step_(token[None], state) for token in tokens[0]]).float()
+
+
+def test_a_trained_decoder_in_bfloat16_is_set_beside_its_steps_in_float32_too() -> None:
+    decoder, tokens = contracting().to(torch.bfloat16), random_tokens(1, 50)
+    result = measure_read("m", decoder, tokens, read_plan(True, steps=2, repeats=1), weights="trained", text="text")
+    maglev = result["rows"][1]
+    own, wanted = stepped(decoder, tokens), stepped(copy.deepcopy(decoder).float(), tokens)
+    rounding, errors = maglev["steps_to_float32"], maglev["distance_to_float32_by_pass"]
+    assert 1e-3 < rounding < 0.1 and math.isclose(rounding, (own - wanted).norm() / wanted.norm(), rel_tol=0.2)
+    assert errors[0] > 2 * rounding > errors[-1] and len(errors) == len(maglev["distance_to_stepping_by_pass"])
 
 
 def test_the_block_that_moves_most_is_shown() -> None:
