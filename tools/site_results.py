@@ -110,6 +110,19 @@ def length(content: Content) -> str:
     return table(["positions", *(f"`{run['recipe']}`, seed {run['seed']}" for run in runs)], rows)
 
 
+def history(content: Content) -> str:
+    """What history beyond one plain reach takes off bits per byte, by memory source."""
+    first = content["runs"][0]
+    heads = [f"{row['reaches']}" for row in first["rows"][1:]]
+    rows = []
+    for run in content["runs"]:
+        for source in run["sources"]:
+            gained = [f"{-row[f'gain_{source}']:+.4f} ± {row[f'error_{source}']:.4f}" for row in run["rows"][1:]]
+            start = f"{run['rows'][0][f'bpb_{source}']:.4f}"
+            rows.append([f"`{run['label']}`", source if run["memory"] else "-", start, *gained])
+    return table(["run", "memories", f"after {first['plain_reach']} tokens", *heads], rows)
+
+
 def train(content: Content) -> str:
     rows = []
     for row in (row for row in content["rows"] if "error" not in row):
@@ -239,6 +252,7 @@ KINDS = {
     ),
     "options": Kind(options, "python benchmarks/options.py", lambda stem, content: stem.startswith("options")),
     "length": Kind(length, "maglev eval length", lambda stem, content: stem.startswith("length")),
+    "history": Kind(history, "maglev eval history", lambda stem, content: stem.startswith("history")),
     "shipped": Kind(shipped, "python benchmarks/ship.py", lambda stem, content: "bpb_lifted_of_the_run" in content),
     "text": Kind(text, "python benchmarks/text.py", lambda stem, content: stem.startswith("text")),
 }

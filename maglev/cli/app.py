@@ -15,6 +15,7 @@ from maglev.cli import (
     evaluate,
     export,
     generate,
+    history,
     info,
     length,
     names,
@@ -95,6 +96,7 @@ eval_group.command("score")(tasks.score)
 eval_group.command("recall")(recall.recall)
 eval_group.command("names")(names.names)
 eval_group.command("length")(length.length)
+eval_group.command("history")(history.history)
 app.command("table")(table.table)
 app.command("report")(report.report)
 app.command("generate")(generate.generate)

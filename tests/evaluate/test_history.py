@@ -1,0 +1,140 @@
+"""`maglev eval history`: the same tokens after more and more of what stands before them."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import maglev
+from maglev.__main__ import main
+from maglev.data.shards import open_data
+from maglev.evaluate import history
+from tests.small_runs import SMALL, Train, one_line
+
+# of the small runs, at one layer
+REACH, SPAN = 7, 5
+
+
+def ask(runs: list[Path], data: Path, *more: str) -> list[str]:
+    return ["eval", "history", *map(str, runs), "--data", str(data), "--tokens", str(SPAN), "--times", "3", *more]
+
+
+@pytest.mark.parametrize(("times", "found"), [(2, [8, 15]), (3, [8, 15, 22]), (8, [8, 15, 29, 57])])
+def test_histories_double_up_to_the_longest(times: int, found: list[int]) -> None:
+    assert history.histories(REACH, times) == found
+
+
+def test_spans_follow_each_other_in_documents_and_have_their_history_in_them(data: Path) -> None:
+    split = open_data(data).splits["validation"]
+    (shard,) = split.shards
+    spans = history.find_spans(split, 20, SPAN, 10**6)
+    offsets = shard.offsets.tolist()
+    expected, numbers = [], []
+    for begin, end in pairwise(offsets):
+        text = shard.tokens[begin + 1 : end].tolist()
+        pieces = [text[at - 20 : at + SPAN] for at in range(20, len(text) - SPAN + 1, SPAN)]
+        expected += pieces
+        numbers += [len(set(numbers))] * len(pieces)
+    assert spans.rows.tolist() == expected and spans.documents.tolist() == numbers
+    some = history.find_spans(split, 20, SPAN, 7)
+    assert len(some.rows) == 7
+    assert some.rows[0].tolist() == expected[0] and some.rows[-1].tolist() == expected[-1]
+    assert history.find_spans(split, 10**6, SPAN, 7).rows.shape == (0, 10**6 + SPAN)
+
+
+def test_errors_are_those_of_documents_not_of_spans() -> None:
+    spans = history.Spans(np.ones((4, 3), dtype=np.int64), np.array([0, 0, 1, 1]), span=2)
+    before, after = np.array([4.0, 4, 2, 2]), np.array([3.0, 3, 2, 2])
+    first, second = history.gains([before, after], spans, np.array([0, 3]))
+    size, bit = 4 * 2 * 3, math.log(2)
+    assert first == pytest.approx({"bpb": 12 / bit / size, "gain": 0, "error": 0})
+    # two documents whose spans gained 2 nats and 0: each is 1 from their mean
+    assert second == pytest.approx({"bpb": 10 / bit / size, "gain": 2 / bit / size, "error": 2 / bit / size})
+    alone = history.Spans(spans.rows, np.zeros(4, dtype=np.int64), 2)
+    assert math.isnan(history.gains([before, after], alone, np.array([0, 3]))[1]["error"])
+
+
+def test_the_numbers_are_those_of_stepping_and_plain_windows_gain_nothing(
+    lively: Train, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # random weights of two layers: twice the reach
+    runs, plot = [lively("swa-ssss"), lively("maglev-shared-0.1")], tmp_path / "history.svg"
+    assert main(ask(runs, data, "--times", "2", "--spans", "6", "--plot", str(plot), "--json")) == 0
+    plain, own = json.loads(capsys.readouterr().out)["runs"]
+    assert plot.read_text().count("<svg") == 1
+    assert plain["plain_reach"] == own["plain_reach"] == 2 * REACH and plain["spans"] == own["spans"] == 6
+    tokens = open_data(data)
+    spans = history.find_spans(tokens.splits["validation"], 4 * REACH + 1, SPAN, 6)
+    sizes = torch.tensor([len(piece) for piece in tokens.tokenizer.token_bytes])
+    for run, found in zip(runs, (plain, own), strict=True):
+        decoder = maglev.load(run, device="cpu").decoder
+        for row in found["rows"]:
+            kept = torch.from_numpy(spans.rows[:, -(row["history"] + SPAN) :])
+            state, nats = decoder.initial_state(6), []
+            rows = torch.cat((torch.full((6, 1), tokens.tokenizer.bos_id), kept), 1)
+            for now, target in zip(rows.T[:-1], rows.T[1:], strict=True):
+                with torch.no_grad():
+                    memory, state = decoder.step(now, state)
+                    nats.append(F.cross_entropy(decoder.readout(memory).double(), target, reduction="none"))
+            bits = torch.stack(nats[-SPAN:]).sum() / math.log(2)
+            assert row["bpb_recurrent"] == pytest.approx(float(bits / sizes[kept[:, -SPAN:]].sum()), abs=1e-5)
+    assert plain["sources"] == ["recurrent"] and abs(plain["rows"][1]["gain_recurrent"]) < 1e-6
+    assert abs(own["rows"][1]["gain_recurrent"]) > 1e-5
+
+
+def test_both_memory_sources_in_one_table_and_a_result_is_kept(
+    trained: Train, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [trained("transformer-slsl"), trained("maglev-shared-0.1")]
+    assert main(ask(runs, data)) == 0
+    out = capsys.readouterr().out
+    assert "lifted" in out and "recurrent" in out and "plain reach of text, 7 tokens" in out
+    (kept,) = (runs[1] / "eval").glob("history-data-3-tokens-5.json")
+    found = json.loads(kept.read_text())
+    assert found["sources"] == ["recurrent", "lifted"]
+    assert [row["history"] for row in found["rows"]] == [8, 15, 22]
+    assert found["rows"][1]["gain_lifted"] != found["rows"][1]["gain_recurrent"]
+
+
+def test_rows_that_q_was_not_trained_on_are_read_without_it(
+    trained: Train, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained("maglev-shared-0.1")
+    assert SMALL["model.context"] < 8 * REACH + 1 + SPAN
+    assert main(ask([run], data, "--times", "8", "--spans", "4", "--json")) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["runs"][0]["sources"] == ["recurrent"] and "lifted memories are left out" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--times", "1"], "--times is 1"),
+        (["--tokens", "0"], "--tokens is 0"),
+        (["--spans", "0"], "--spans is 0"),
+        (["--times", "1000000"], "no document in validation"),
+        (["--split", "test"], "has no split 'test'"),
+        (["--plot", "x.gif"], "--plot is x.gif"),
+    ],
+)
+def test_a_wrong_request_is_one_line(
+    trained: Train, data: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(ask([trained("swa-ssss")], data, *words)) == 2
+    assert told in one_line(capsys)
+
+
+def test_runs_that_cannot_be_set_beside_each_other_are_told(
+    trained: Train, data: Path, other_data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(ask([trained("swa-ssss"), trained("swa-ssss", 2)], data)) == 2
+    assert "different plain reaches" in one_line(capsys)
+    assert main(ask([trained("transformer-slsl", 2)], data)) == 2
+    assert "longer rows or with shorter windows" in one_line(capsys)
+    assert main(ask([trained("swa-ssss")], other_data)) == 2
+    assert "tokenizer" in one_line(capsys)
