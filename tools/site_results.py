@@ -113,14 +113,18 @@ def length(content: Content) -> str:
 def history(content: Content) -> str:
     """What history beyond one plain reach takes off bits per byte, by memory source."""
     first = content["runs"][0]
-    heads = [f"{row['reaches']}" for row in first["rows"][1:]]
+    heads = [f"gained by {row['reaches']}" for row in first["rows"][1:]]
     rows = []
     for run in content["runs"]:
         for source in run["sources"]:
-            gained = [f"{-row[f'gain_{source}']:+.4f} ± {row[f'error_{source}']:.4f}" for row in run["rows"][1:]]
+            gains = [
+                f"{row[f'gain_{source}']:+.5f}"
+                + ("" if row[f"error_{source}"] is None else f" ± {row[f'error_{source}']:.5f}")
+                for row in run["rows"][1:]
+            ]
             start = f"{run['rows'][0][f'bpb_{source}']:.4f}"
-            rows.append([f"`{run['label']}`", source if run["memory"] else "-", start, *gained])
-    return table(["run", "memories", f"after {first['plain_reach']} tokens", *heads], rows)
+            rows.append([f"`{run['label']}`", source if run["memory"] else "-", run["far"], start, *gains])
+    return table(["run", "memories", "far text", f"after {first['plain_reach']} tokens", *heads], rows)
 
 
 def train(content: Content) -> str:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
     from maglev.config import RunConfig
     from maglev.data.shards import TokenData
-    from maglev.evaluate.memories import Source
+    from maglev.evaluate.history import Far, Reading, Spans
+    from maglev.objectives import Objective
 
 TIMES, SPANS, TOKENS = 8, 512, 64
 
@@ -23,26 +24,27 @@ def history(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
     data: DataFolder,
     times: Annotated[int, typer.Option("--times", help="The longest history, in plain reaches.")] = TIMES,
-    spans: Annotated[int, typer.Option("--spans", help="So many places in the text.")] = SPANS,
+    spans: Annotated[int, typer.Option("--spans", help="So many places in the text, at most.")] = SPANS,
     tokens: Annotated[int, typer.Option("--tokens", help="What is asked for at each place.")] = TOKENS,
+    far: Annotated[
+        str,
+        typer.Option("--far", help="Beyond one reach: the text's own, the same shuffled, or foreign."),
+    ] = "own",
+    prefiller: Annotated[
+        bool, typer.Option("--prefiller", help="Also what Q itself predicts, of runs that train it to.")
+    ] = False,
     split: Split = "validation",
-    rows_per_pass: Annotated[int, typer.Option("--rows-per-pass", help="Sequences at a time.")] = 64,
     device: Device = "auto",
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="All runs in one picture.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What text read long ago is worth: the same tokens after more and more of what stands before them.
 
-    Bits per byte, recurrent, and lifted where the run has a prefiller. The unit is what the windows reach by
-    themselves, layers x (W - 1): what is gained beyond one of it is memory's, or that of full layers.
+    Bits per byte in float32, recurrent, and lifted where the run has a prefiller. The unit is what the windows reach by
+    themselves, layers x (W - 1): what is gained beyond one of it is memory's, or that of full layers. Places are those
+    that have the longest history, so numbers of other --times or --tokens are of other text.
     """
-    given = {
-        "--times": (times, 2),
-        "--spans": (spans, 1),
-        "--tokens": (tokens, 1),
-        "--rows-per-pass": (rows_per_pass, 1),
-    }
-    for name, (value, least) in given.items():
+    for name, value, least in (("--times", times, 2), ("--spans", spans, 1), ("--tokens", tokens, 1)):
         if value < least:
             raise RequestError(f"{name} is {value}; it must be at least {least}")
     if plot is not None:
@@ -50,41 +52,62 @@ def history(
 
         check_plot(plot)
         check_place("--plot", plot)
+    from maglev.evaluate.history import draw_history, find_spans, histories
     from maglev.train.distributed import resolve_device
 
+    beyond = check_far(far)
     place = resolve_device(device, setting="--device")
     # all of them before the first is measured
     reach = check_runs(runs, times, tokens)
     opened = open_texts(runs, data, split)
-    found = [measure(run, opened, reach, times, spans, tokens, split, rows_per_pass, place) for run in runs]
-    asked, usual = {"spans": spans, "tokens": tokens}, {"spans": SPANS, "tokens": TOKENS}
-    words = [] if split == "validation" else [split]
-    words += [f"{name}-{value}" for name, value in asked.items() if value != usual[name]]
-    for run, result in zip(runs, found, strict=True):
-        keep(run, "-".join(["history", result["data"], str(times), *words]), result)
+    lengths = histories(reach, times)
+    chosen = find_spans(opened.splits[split], lengths[-1], tokens, spans)
+    if not len(chosen.rows):
+        raise RequestError(
+            f"no document in {split} of {data} has {lengths[-1] + tokens:,} tokens; use a smaller --times, or "
+            "longer documents"
+        )
+    asked = {"spans": (spans, SPANS), "tokens": (tokens, TOKENS), "far": (far, "own"), "split": (split, "validation")}
+    words = [f"{name}-{value}" for name, (value, usual) in asked.items() if value != usual]
+    labels = [run.name for run in runs] if len({run.name for run in runs}) == len(runs) else [str(run) for run in runs]
+    found = []
+    for run, label in zip(runs, labels, strict=True):
+        found.append(measure(run, label, opened, chosen, reach, lengths, beyond, prefiller, split, place))
+        keep(run, "-".join(["history", found[-1]["data"], str(times), *words]), found[-1])
     if plot is not None:
-        from maglev.evaluate.history import draw_history
         from maglev.plots import save_plot
 
         save_plot(plot, lambda figure: draw_history(figure, found))
     emit({"runs": found}, as_json, render)
 
 
+def check_far(far: str) -> "Far":
+    from maglev.evaluate.history import FARS
+
+    for kind in FARS:
+        if kind == far:
+            return kind
+    raise RequestError(f"--far is {far!r}; it must be one of {', '.join(FARS)}")
+
+
 def check_runs(runs: list[Path], times: int, tokens: int) -> int:
-    """Runs of one table have one unit: the plain reach of all of them."""
+    """Whether they can be measured in one table, and its unit: the plain reach of all of them."""
     from maglev.evaluate.recall import plain_reach
+    from maglev.evaluate.runs import check_has_weights
     from maglev.runs import read_config
 
     reaches = {}
     for run in runs:
         model = read_config(run).model
+        check_has_weights(run, say)
         reaches[run] = reach = plain_reach(model)
-        if max(model.windows) > model.window and times * reach + 1 + tokens > model.context:
+        longest = times * reach + 1 + tokens
+        if max(model.windows) > model.window and longest > model.context:
             most = (model.context - 1 - tokens) // reach
+            remedy = f"use at most {most}" if most > 1 else "train it on longer rows or with shorter windows"
             raise RequestError(
                 f"{run} has layers that see the whole context, {model.context} tokens in training, and --times {times} "
-                f"needs {times * reach + 1 + tokens}; "
-                + (f"use at most {most}" if most > 1 else "train it on longer rows or with shorter windows")
+                f"needs {longest}; {remedy}"
             )
     if len(set(reaches.values())) > 1:
         told = ", ".join(f"{run} with {reach}" for run, reach in reaches.items())
@@ -106,57 +129,62 @@ def open_texts(runs: list[Path], data: Path, split: str) -> "TokenData":
 
 def measure(
     run: Path,
+    label: str,
     data: "TokenData",
+    spans: "Spans",
     reach: int,
-    times: int,
-    most: int,
-    tokens: int,
+    lengths: list[int],
+    far: "Far",
+    prefiller: bool,
     split: str,
-    rows_per_pass: int,
     device: "torch.device",
 ) -> dict[str, Any]:
-    from maglev.evaluate.history import find_spans, gains, histories, span_nats
-    from maglev.evaluate.memories import sources_of
+    import torch
+
+    from maglev.evaluate.history import gains, span_nats
     from maglev.evaluate.runs import has_prefiller, load_objective
 
-    lengths = histories(reach, times)
-    spans = find_spans(data.splits[split], lengths[-1], tokens, most)
-    if not len(spans.rows):
-        raise RequestError(
-            f"no document in {split} of {data.folder} has {lengths[-1] + tokens:,} tokens; use a smaller --times, or "
-            "longer documents"
-        )
-    own_q = has_prefiller(run, say)
-    config, objective, step = load_objective(run, device, say, with_prefiller=own_q)
-    sources = lifted_where_it_fits(run, config, sources_of(objective), lengths[-1] + tokens)
-    result: dict[str, Any] = {"run": str(run), "label": run.name, "recipe": config.recipe, "step": step}
-    result |= {"seed": config.train.seed, "data": data.folder.resolve().name, "split": split, "plain_reach": reach}
-    result |= {"memory": objective.decoder.injection is not None}
-    result |= {"spans": len(spans.rows), "tokens": tokens, "documents": len(set(spans.documents.tolist()))}
+    config, objective, step = load_objective(run, device, say, with_prefiller=has_prefiller(run, say))
+    # rows of other lengths are rounded in another way, and differences are small
+    objective.decoder.embedding.compute_dtype = torch.float32
+    readings = readings_of(run, config, objective, lengths[-1] + spans.span, prefiller)
+    result: dict[str, Any] = {"run": str(run), "label": label, "recipe": config.recipe, "step": step}
+    result |= {"memory": objective.decoder.injection is not None, "seed": config.train.seed}
+    result |= {"data": data.folder.resolve().name, "split": split, "plain_reach": reach, "far": far}
+    result |= {"spans": len(spans.rows), "tokens": spans.span, "documents": len(set(spans.documents.tolist()))}
+    result |= {"effective_documents": spans.effective_documents, "places": spans.digest, "sources": list(readings)}
     rows: list[dict[str, Any]] = [{"reaches": (length - 1) // reach, "history": length} for length in lengths]
     with progress("rows") as meter:
-        for source in sources:
+        for reading in readings:
             done, nats = 0, []
 
-            def count(more: int, source: str = source) -> None:
+            def count(more: int, reading: str = reading) -> None:
                 nonlocal done
                 done += more
-                meter.update(f"{run.name}, {source}", done, len(lengths) * len(spans.rows))
+                meter.update(f"{label}, {reading}", done, len(lengths) * len(spans.rows))
 
             for length in lengths:
-                bos = data.tokenizer.bos_id
-                nats.append(span_nats(objective, spans, length, bos, source, rows_per_pass, count))
+                read = spans.with_far(length, lengths[0], far)
+                nats.append(span_nats(objective, spans, read, data.tokenizer.bos_id, reading, count))
             for row, facts in zip(rows, gains(nats, spans, data.tokenizer.token_byte_counts()), strict=True):
-                row |= {f"{name}_{source}": value for name, value in facts.items()}
-    return result | {"sources": list(sources), "rows": rows}
+                row |= {f"{name}_{reading}": value for name, value in facts.items()}
+    return result | {"rows": rows}
 
 
-def lifted_where_it_fits(run: Path, config: "RunConfig", sources: "tuple[Source, ...]", longest: int) -> "list[Source]":
+def readings_of(
+    run: Path, config: "RunConfig", objective: "Objective", longest: int, prefiller: bool
+) -> "list[Reading]":
     """Refined memories know nothing beyond a few reaches, whatever the model; Q knows rows as long as in training."""
-    kept: list[Source] = [source for source in sources if source != "refined"]
+    from maglev.evaluate.memories import sources_of
+
+    # with_prefiller=False leaves an objective without lifted memories
+    sources = sources_of(objective)
+    kept: list[Reading] = [source for source in sources if source != "refined"]
     if "lifted" in kept and longest > config.model.context:
         say(f"{run}: lifted memories are left out, for Q was trained on {config.model.context} tokens, not {longest}")
         kept.remove("lifted")
+    if prefiller and "lifted" in kept:
+        kept.append("prefiller")
     return kept
 
 
@@ -166,19 +194,30 @@ def render(value: dict[str, Any]) -> None:
     runs = value["runs"]
     first = runs[0]
     where = f"{first['spans']} x {first['tokens']} tokens of {first['documents']} documents"
-    table = Table("run", "memories", "1", title=f"bits per byte by text read before, {where}")
+    beyond = {"own": "", "shuffled": "; all beyond one reach shuffled", "foreign": "; all beyond one from other text"}
+    table = Table(
+        "run", "memories", "bpb after 1", title=f"bits per byte by text read before, {where}{beyond[first['far']]}"
+    )
     for row in first["rows"][1:]:
-        table.add_column(f"{row['reaches']}", justify="right")
+        table.add_column(f"gained by {row['reaches']}", justify="right")
     for run in runs:
         for source in run["sources"]:
             cells = [f"{run['rows'][0][f'bpb_{source}']:.4f}"]
-            for row in run["rows"][1:]:
-                error = row[f"error_{source}"]
-                cells.append(f"{-row[f'gain_{source}']:+.4f}" + (f" ± {error:.4f}" if error == error else ""))
+            cells += [gained(row[f"gain_{source}"], row[f"error_{source}"]) for row in run["rows"][1:]]
             table.add_row(run["label"], source if run["memory"] else "-", *cells)
     console().print(table)
+    beyond = {
+        "own": "",
+        "shuffled": " Beyond one reach tokens were shuffled.",
+        "foreign": " Beyond one was other text.",
+    }
+    alone = " (of one document it is not known)" if first["documents"] == 1 else ""
     console().print(
-        f"After one plain reach of text, {first['plain_reach']} tokens; then what it is less after so many; ± is the "
-        "standard error over documents.",
+        f"In plain reaches of {first['plain_reach']} tokens. ± is the standard error over documents{alone}, which here "
+        f"are as good as {first['effective_documents']:.0f} of one size.{beyond[first['far']]}",
         soft_wrap=True,
     )
+
+
+def gained(gain: float, error: float | None) -> str:
+    return f"{gain:+.5f}" + ("" if error is None or error != error else f" ± {error:.5f}")

@@ -76,6 +76,7 @@ def render(value: dict[str, Any]) -> None:
     console().print(table)
     console().print(
         "'gain': nats that a name costs more where it comes again if another one stood in its first place; 0: nothing "
-        "was remembered. Distances in plain reaches, layers x (W - 1).",
+        "was remembered; ± is the standard error over names, as if they were independent. Distances in plain reaches, "
+        "layers x (W - 1).",
         soft_wrap=True,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from maglev.checkpoint import load_weights, newest
+from maglev.checkpoint import Checkpoint, load_weights, newest
 from maglev.config import RunConfig
 from maglev.data.recall import RecallConfig
 from maglev.data.shards import TokenData, open_data
@@ -37,9 +37,7 @@ def load_objective(
     """
     assert weights == "plain" or not with_prefiller
     config = read_config(run)
-    found = newest(run, report)
-    if found is None:
-        raise RequestError(f"{run} has no checkpoint yet; let 'maglev train' reach one (train.checkpoint_every)")
+    found = check_has_weights(run, report)
     objective = build_objective(config) if with_prefiller else Objective(Decoder(config.model))
     load_weights(objective.decoder, run, found, "decoder")
     if isinstance(objective, MaglevObjective):
@@ -51,6 +49,14 @@ def load_objective(
         objective.decoder.embedding.compute_dtype = torch.bfloat16
     objective.decoder = rounded(objective.decoder, weights)
     return config, objective, found.step
+
+
+def check_has_weights(run: Path, report: Callable[[str], None]) -> Checkpoint:
+    """The newest whole checkpoint."""
+    found = newest(run, report)
+    if found is None:
+        raise RequestError(f"{run} has no checkpoint yet; let 'maglev train' reach one (train.checkpoint_every)")
+    return found
 
 
 def weights_digest(run: Path, report: Callable[[str], None]) -> tuple[int, str] | None:
@@ -98,6 +104,10 @@ def open_matching_data(run: Path, folder: Path) -> TokenData:
 
 def check_tokenizer(run: Path, data: TokenData) -> None:
     if not (run / TOKENIZER).is_file():
+        if (run / RECALL).is_file():
+            raise RequestError(
+                f"{run} was trained on the recall task and knows no text; name a run that was trained on some"
+            )
         raise RequestError(f"{run} has no {TOKENIZER}; name a whole run folder")
     if Tokenizer.load(run / TOKENIZER).fingerprint != data.tokenizer.fingerprint:
         raise RequestError(
