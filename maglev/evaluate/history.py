@@ -166,7 +166,10 @@ def draw_history(figure: "Figure", runs: list[dict[str, Any]]) -> None:
                 markersize=3, linewidth=1.2, elinewidth=0.8, label=f"{run['label']}, {source}",
             )  # fmt: skip
     axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks := [row["reaches"] for row in runs[0]["rows"]], [str(tick) for tick in ticks])
     axes.set_xlabel("text read before, in plain reaches")
     axes.set_ylabel("bits per byte gained by all beyond one reach")
+    # what full layers gain is a hundred times what a memory does
+    axes.set_yscale("symlog", linthresh=1e-3)
     axes.axhline(0, color="grey", linewidth=0.6)
-    axes.legend(fontsize="small")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

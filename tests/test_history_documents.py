@@ -1,0 +1,96 @@
+"""What documents say of text beyond the windows is what was measured; its table on the site."""
+
+import json
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.documents import REPOSITORY
+from tests.scripts import load_script
+
+Rows = dict[str, dict[str, Any]]
+
+
+def load(name: str) -> Rows:
+    runs = json.loads((REPOSITORY / "results" / name).read_text(encoding="utf-8"))["runs"]
+    return {run["label"]: run for run in runs}
+
+
+@pytest.fixture(scope="module")
+def own() -> Rows:
+    return load("history-d4-cpu.json") | load("history-d4-own-q-cpu.json")
+
+
+@pytest.fixture(scope="module")
+def shuffled() -> Rows:
+    return load("history-d4-shuffled-cpu.json")
+
+
+def bare(value: float, digits: int = 4) -> str:
+    return f"{value:.{digits}f}".replace("0.", ".", 1)
+
+
+def words_of(name: str) -> str:
+    return " ".join((REPOSITORY / name).read_text(encoding="utf-8").split())
+
+
+def test_what_the_readme_says_is_measured(own: Rows, shuffled: Rows) -> None:
+    text, closed = words_of("README.md"), own["closed-rollout-128"]
+    last, far = closed["rows"][-1], shuffled["closed-rollout-128"]["rows"][-1]
+    assert last["reaches"] == 8 and closed["plain_reach"] == 60
+    error, lifted = last["error_recurrent"], bare(last["gain_lifted"])
+    assert f"gain {bare(last['gain_recurrent'])} ± {bare(error)} bits per byte on own memories, {lifted} on Q's" in text
+    for source in ("recurrent", "lifted"):
+        assert abs(last[f"gain_{source}"] - far[f"gain_{source}"]) < last[f"error_{source}"]
+    full = own["transformer-slsl"]["rows"][-1]["gain_recurrent"]
+    assert f"a Transformer (SLSL) gains {bare(full)} and nothing from shuffled text" in text
+    assert shuffled["transformer-slsl"]["rows"][-1]["gain_recurrent"] < 0
+    most = max(row["gain_prefiller"] for row in closed["rows"])
+    assert f"A Q in P's blocks gains {bare(most)} at most itself" in text
+    # all of one table are of the same places
+    assert len({run["places"] for rows in (own, shuffled) for run in rows.values()}) == 1
+
+
+def test_the_table_of_the_log_is_measured(own: Rows, shuffled: Rows) -> None:
+    log = (REPOSITORY / "docs" / "log.md").read_text(encoding="utf-8")
+    entry = log[log.index("## 2026-11-19: what text beyond") :].split("\n## ")[0]
+    lines = [
+        [cell.strip().replace("**", "") for cell in line.split("|")[1:-1]] for line in entry.splitlines() if "|" in line
+    ][2:]
+    names = {"SWA": "swa-ssss", "Transformer SLSL": "transformer-slsl", "Maglev shared 0.1": "maglev-shared-0.1"}
+    names |= {"`closed`, rollouts of 4": "closed-rollout-4"}
+    sources = {"-": "recurrent", "Q itself": "prefiller"}
+    told, run = 0, ""
+    for name, memory, first, *gained in lines:
+        run = names.get(name, name.strip("`")) or run
+        source = sources.get(memory, memory)
+        rows = own[run]["rows"]
+        assert first == f"{rows[0][f'bpb_{source}']:.4f}", (run, source)
+        expected = [bare(row[f"gain_{source}"]) for row in rows[1:]]
+        assert [cell.split(" ±")[0] for cell in gained[:3]] == (["0", "0", "0"] if run == "swa-ssss" else expected)
+        far = shuffled.get(run)
+        for cell, row in ((gained[2], rows[-1]), (gained[3], far["rows"][-1] if far else None)):
+            if row is not None and run != "swa-ssss":
+                assert cell == f"{bare(row[f'gain_{source}'])} ± {bare(row[f'error_{source}'])}", (run, source)
+        told += 1
+    measured = sum(len(run["sources"]) for run in own.values())
+    # Q of the paper's objective is not trained to predict
+    assert told == measured - 1
+
+
+def test_the_site_shows_gains_and_one_document_without_an_error() -> None:
+    site: ModuleType = load_script("tools/site_results.py")
+    content = {
+        "runs": [
+            {"label": "x", "sources": ["recurrent"], "memory": True, "far": "foreign", "plain_reach": 7, "rows": [
+                {"reaches": 1, "bpb_recurrent": 2.0, "gain_recurrent": 0.0, "error_recurrent": None},
+                {"reaches": 2, "bpb_recurrent": 1.5, "gain_recurrent": 0.5, "error_recurrent": None},
+                {"reaches": 4, "bpb_recurrent": 2.5, "gain_recurrent": -0.5, "error_recurrent": 0.125},
+            ]}
+        ]
+    }  # fmt: skip
+    last = site.history(content).splitlines()[-1]
+    assert [cell.strip() for cell in last.split("|")[1:-1]] == [
+        "`x`", "recurrent", "foreign", "2.0000", "+0.50000", "-0.50000 ± 0.12500",
+    ]  # fmt: skip
