@@ -31,7 +31,8 @@ def history(
         typer.Option("--far", help="Beyond one reach: the text's own, the same shuffled, or foreign."),
     ] = "own",
     prefiller: Annotated[
-        bool, typer.Option("--prefiller", help="Also what Q itself predicts, of runs that train it to.")
+        bool,
+        typer.Option("--prefiller", help="Also what Q itself predicts, which the paper does not train."),
     ] = False,
     split: Split = "validation",
     device: Device = "auto",
@@ -42,7 +43,7 @@ def history(
 
     Bits per byte in float32, recurrent, and lifted where the run has a prefiller. The unit is what the windows reach by
     themselves, layers x (W - 1): what is gained beyond one of it is memory's, or that of full layers. Places are those
-    that have the longest history, so numbers of other --times or --tokens are of other text.
+    that have the longest history, so numbers of other --times, --tokens or --spans are of other text.
     """
     for name, value, least in (("--times", times, 2), ("--spans", spans, 1), ("--tokens", tokens, 1)):
         if value < least:
@@ -69,6 +70,7 @@ def history(
         )
     asked = {"spans": (spans, SPANS), "tokens": (tokens, TOKENS), "far": (far, "own"), "split": (split, "validation")}
     words = [f"{name}-{value}" for name, (value, usual) in asked.items() if value != usual]
+    words += ["prefiller"] if prefiller else []
     labels = [run.name for run in runs] if len({run.name for run in runs}) == len(runs) else [str(run) for run in runs]
     found = []
     for run, label in zip(runs, labels, strict=True):
@@ -139,14 +141,11 @@ def measure(
     split: str,
     device: "torch.device",
 ) -> dict[str, Any]:
-    import torch
-
+    from maglev.evaluate.diagnostics import in_float32
     from maglev.evaluate.history import gains, span_nats
     from maglev.evaluate.runs import has_prefiller, load_objective
 
     config, objective, step = load_objective(run, device, say, with_prefiller=has_prefiller(run, say))
-    # rows of other lengths are rounded in another way, and differences are small
-    objective.decoder.embedding.compute_dtype = torch.float32
     readings = readings_of(run, config, objective, lengths[-1] + spans.span, prefiller)
     result: dict[str, Any] = {"run": str(run), "label": label, "recipe": config.recipe, "step": step}
     result |= {"memory": objective.decoder.injection is not None, "seed": config.train.seed}
@@ -163,9 +162,11 @@ def measure(
                 done += more
                 meter.update(f"{label}, {reading}", done, len(lengths) * len(spans.rows))
 
-            for length in lengths:
-                read = spans.with_far(length, lengths[0], far)
-                nats.append(span_nats(objective, spans, read, data.tokenizer.bos_id, reading, count))
+            # rows of other lengths are rounded in another way, and differences are small
+            with in_float32(objective.decoder):
+                for length in lengths:
+                    read = spans.with_far(length, lengths[0], far)
+                    nats.append(span_nats(objective, spans, read, data.tokenizer.bos_id, reading, count))
             for row, facts in zip(rows, gains(nats, spans, data.tokenizer.token_byte_counts()), strict=True):
                 row |= {f"{name}_{reading}": value for name, value in facts.items()}
     return result | {"rows": rows}
@@ -194,10 +195,7 @@ def render(value: dict[str, Any]) -> None:
     runs = value["runs"]
     first = runs[0]
     where = f"{first['spans']} x {first['tokens']} tokens of {first['documents']} documents"
-    beyond = {"own": "", "shuffled": "; all beyond one reach shuffled", "foreign": "; all beyond one from other text"}
-    table = Table(
-        "run", "memories", "bpb after 1", title=f"bits per byte by text read before, {where}{beyond[first['far']]}"
-    )
+    table = Table("run", "memories", "bpb after 1", title=f"bits per byte by text read before, {where}")
     for row in first["rows"][1:]:
         table.add_column(f"gained by {row['reaches']}", justify="right")
     for run in runs:

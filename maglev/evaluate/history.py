@@ -107,6 +107,9 @@ def find_spans(split: Split, longest: int, span: int, most: int) -> Spans:
 
 
 def evenly(count: int, chosen: int) -> list[int]:
+    """From the first to the last; of one, the middle."""
+    if chosen == 1:
+        return [(count - 1) // 2]
     numbers: list[int] = np.linspace(0, count - 1, chosen).round().astype(int).tolist()
     return numbers
 
@@ -160,7 +163,7 @@ def draw_history(figure: "Figure", runs: list[dict[str, Any]]) -> None:
         for source in run["sources"]:
             style = LINE_STYLES.get(source, "-.")
             gained = [row[f"gain_{source}"] for row in run["rows"]]
-            errors = [row[f"error_{source}"] or 0.0 for row in run["rows"]]
+            errors = [0.0 if math.isnan(row[f"error_{source}"]) else row[f"error_{source}"] for row in run["rows"]]
             axes.errorbar(
                 reaches, gained, errors, fmt="o", linestyle=style, color=palette[run["label"]],
                 markersize=3, linewidth=1.2, elinewidth=0.8, label=f"{run['label']}, {source}",

@@ -50,6 +50,8 @@ def test_spans_follow_each_other_in_documents_and_have_their_history_in_them(dat
     assert some.rows[0].tolist() == expected[0] and some.rows[-1].tolist() == expected[-1]
     assert some.digest != spans.digest == history.find_spans(split, 20, SPAN, 10**4).digest
     assert history.find_spans(split, 20, SPAN, 3).documents.tolist() == [0, 1, 2]
+    own = [row for row, number in zip(expected, numbers, strict=True) if number == 0]
+    assert history.find_spans(split, 20, SPAN, 5).rows[0].tolist() == own[(len(own) - 1) // 2]
     assert history.find_spans(split, 10**6, SPAN, 7).rows.shape == (0, 10**6 + SPAN)
 
 
@@ -154,7 +156,13 @@ def test_what_people_see_is_what_was_gained_and_a_result_is_kept(
 
 
 def test_the_picture_shows_what_was_gained() -> None:
-    row = {"reaches": 2, "gain_recurrent": 0.25, "error_recurrent": None, "gain_prefiller": 0.5, "error_prefiller": 0.1}
+    row = {
+        "reaches": 2,
+        "gain_recurrent": 0.25,
+        "error_recurrent": math.nan,
+        "gain_prefiller": 0.5,
+        "error_prefiller": 0.1,
+    }
     first = dict.fromkeys(row, 0.0) | {"reaches": 1}
     figure = Figure()
     history.draw_history(figure, [{"label": "x", "sources": ["recurrent", "prefiller"], "rows": [first, row]}])
