@@ -24,7 +24,7 @@ def own() -> Rows:
 
 @pytest.fixture(scope="module")
 def shuffled() -> Rows:
-    return load("history-d4-shuffled-cpu.json")
+    return load("history-d4-shuffled-cpu.json") | load("history-d4-own-q-shuffled-cpu.json")
 
 
 def bare(value: float, digits: int = 4) -> str:
@@ -66,7 +66,7 @@ def test_the_table_of_the_log_is_measured(own: Rows, shuffled: Rows) -> None:
         [cell.strip().replace("**", "") for cell in line.split("|")[1:-1]] for line in entry.splitlines() if "|" in line
     ][2:]
     names = {"SWA": "swa-ssss", "Transformer SLSL": "transformer-slsl", "Maglev shared 0.1": "maglev-shared-0.1"}
-    names |= {"`closed`, rollouts of 4": "closed-rollout-4"}
+    names |= {"Maglev separate 0.1": "maglev-separate-0.1", "`closed`, rollouts of 4": "closed-rollout-4"}
     sources = {"-": "recurrent", "Q itself": "prefiller", "Q itself, not trained to predict": "prefiller"}
     told, run = 0, ""
     for name, memory, first, *gained in lines:
@@ -76,9 +76,8 @@ def test_the_table_of_the_log_is_measured(own: Rows, shuffled: Rows) -> None:
         assert first == f"{rows[0][f'bpb_{source}']:.4f}", (run, source)
         expected = [bare(row[f"gain_{source}"]) for row in rows[1:]]
         assert [cell.split(" ±")[0] for cell in gained[:3]] == (["0", "0", "0"] if run == "swa-ssss" else expected)
-        far = shuffled.get(run)
-        for cell, row in ((gained[2], rows[-1]), (gained[3], far["rows"][-1] if far else None)):
-            if row is not None and run != "swa-ssss":
+        for cell, row in ((gained[2], rows[-1]), (gained[3], shuffled[run]["rows"][-1])):
+            if run != "swa-ssss":
                 assert cell == f"{bare(row[f'gain_{source}'])} ± {bare(row[f'error_{source}'])}", (run, source)
         told += 1
     assert told == sum(len(run["sources"]) for run in own.values())
