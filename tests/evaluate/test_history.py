@@ -28,6 +28,16 @@ def ask(runs: list[Path], data: Path, *more: str) -> list[str]:
     return ["eval", "history", *map(str, runs), "--data", str(data), "--tokens", str(SPAN), "--times", "3", *more]
 
 
+@pytest.fixture
+def own(trained: Train, lively: Train, tmp_path: Path) -> Train:
+    """`own(recipe)`: a copy of a trained run, or of a lively one, that results may be kept in."""
+
+    def copy(recipe: str, *, alive: bool = False) -> Path:
+        return Path(shutil.copytree((lively if alive else trained)(recipe), tmp_path / recipe))
+
+    return copy
+
+
 @pytest.mark.parametrize(("times", "found"), [(2, [8, 15]), (3, [8, 15, 22]), (8, [8, 15, 29, 57])])
 def test_histories_double_up_to_the_longest(times: int, found: list[int]) -> None:
     assert history.histories(REACH, times) == found
@@ -86,19 +96,19 @@ def test_errors_are_those_of_documents_not_of_spans() -> None:
 
 
 def test_the_numbers_are_those_of_stepping_and_plain_windows_gain_nothing(
-    lively: Train, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own: Train, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # random weights of two layers: twice the reach
-    runs, plot = [lively("swa-ssss"), lively("maglev-shared-0.1")], tmp_path / "history.svg"
+    runs, plot = [own("swa-ssss", alive=True), own("maglev-shared-0.1", alive=True)], tmp_path / "history.svg"
     assert main(ask(runs, data, "--times", "2", "--spans", "5", "--plot", str(plot), "--json")) == 0
-    plain, own = json.loads(capsys.readouterr().out)["runs"]
+    plain, ours = json.loads(capsys.readouterr().out)["runs"]
     assert plot.read_text().count("<svg") == 1
-    assert plain["plain_reach"] == own["plain_reach"] == 2 * REACH and plain["spans"] == own["spans"] == 5
+    assert plain["plain_reach"] == ours["plain_reach"] == 2 * REACH and plain["spans"] == ours["spans"] == 5
     tokens = open_data(data)
     spans = history.find_spans(tokens.splits["validation"], 4 * REACH + 1, SPAN, 5)
-    assert plain["places"] == own["places"] == spans.digest
+    assert plain["places"] == ours["places"] == spans.digest
     sizes = torch.tensor([len(piece) for piece in tokens.tokenizer.token_bytes])
-    for run, found in zip(runs, (plain, own), strict=True):
+    for run, found in zip(runs, (plain, ours), strict=True):
         decoder = maglev.load(run, device="cpu").decoder
         for row in found["rows"]:
             kept = torch.from_numpy(spans.rows[:, -(row["history"] + SPAN) :])
@@ -111,13 +121,13 @@ def test_the_numbers_are_those_of_stepping_and_plain_windows_gain_nothing(
             bits = torch.stack(nats[-SPAN:]).sum() / math.log(2)
             assert row["bpb_recurrent"] == pytest.approx(float(bits / sizes[kept[:, -SPAN:]].sum()), abs=1e-5)
     assert plain["sources"] == ["recurrent"] and abs(plain["rows"][1]["gain_recurrent"]) < 1e-6
-    assert abs(own["rows"][1]["gain_recurrent"]) > 1e-5
+    assert abs(ours["rows"][1]["gain_recurrent"]) > 1e-5
 
 
 def test_lifted_numbers_are_on_the_memories_of_q_and_those_of_q_itself_beside_them(
-    lively: Train, data: Path, capsys: pytest.CaptureFixture[str]
+    own: Train, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = lively("maglev-shared-0.1")
+    run = own("maglev-shared-0.1", alive=True)
     words = ["--times", "2", "--tokens", "3", "--spans", "5", "--prefiller", "--far", "foreign", "--json"]
     assert main(ask([run], data, *words)) == 0
     (found,) = json.loads(capsys.readouterr().out)["runs"]
@@ -139,9 +149,9 @@ def test_lifted_numbers_are_on_the_memories_of_q_and_those_of_q_itself_beside_th
 
 
 def test_what_people_see_is_what_was_gained_and_a_result_is_kept(
-    trained: Train, data: Path, capsys: pytest.CaptureFixture[str]
+    own: Train, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = [trained("transformer-slsl"), trained("maglev-shared-0.1")]
+    runs = [own("transformer-slsl"), own("maglev-shared-0.1")]
     assert main(ask(runs, data, "--far", "shuffled")) == 0
     out = capsys.readouterr().out
     assert "plain reaches of 7 tokens" in out and "Beyond one reach tokens were shuffled." in out
@@ -196,9 +206,9 @@ def test_nothing_is_measured_where_one_of_the_runs_cannot_be(
 
 
 def test_rows_that_q_was_not_trained_on_are_read_without_it(
-    trained: Train, data: Path, capsys: pytest.CaptureFixture[str]
+    own: Train, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = trained("maglev-shared-0.1")
+    run = own("maglev-shared-0.1")
     assert SMALL["model.context"] < 8 * REACH + 1 + SPAN
     assert main(ask([run], data, "--times", "8", "--spans", "4", "--json")) == 0
     out, err = capsys.readouterr()
