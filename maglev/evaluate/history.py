@@ -99,7 +99,8 @@ def find_spans(split: Split, longest: int, span: int, most: int) -> Spans:
                 found.append([shard.tokens[at - longest : at + span] for at in places])
     if len(found) > most:
         found = [found[number] for number in evenly(len(found), most)]
-    share = max([each for each in range(1, most + 1) if sum(min(each, len(own)) for own in found) <= most], default=0)
+    shares = range(1, max(map(len, found), default=0) + 1)
+    share = max((each for each in shares if sum(min(each, len(own)) for own in found) <= most), default=0)
     chosen = [[own[number] for number in evenly(len(own), min(share, len(own)))] for own in found]
     rows = [np.asarray(row, dtype=np.int64) for own in chosen for row in own]
     documents = np.repeat(np.arange(len(chosen)), [len(own) for own in chosen])
