@@ -199,6 +199,7 @@ def prefiller_config(model: ModelConfig, objective: SeparateMaglevConfig) -> Mod
         window_pattern=objective.prefiller_pattern,
         memory="none",
         injection="shared_kv",
+        delay=1,
     )
 
 

@@ -13,6 +13,8 @@ WithTokens = Literal["shared_kv", "layer_kv", "tokens"]
 IntoStream = Literal["residual", "layer_residual", "cross_attention"]
 InjectionKind = Literal[WithTokens, "slots", IntoStream]
 INJECTIONS: tuple[InjectionKind, ...] = get_args(InjectionKind)
+# those that `delay` gives an older memory
+DELAYED = (*get_args(WithTokens), "residual", "layer_residual")
 # keys and values that `slots` and `cross_attention` make of a memory
 MEMORY_SLOTS = 4
 
@@ -61,7 +63,12 @@ MODEL_LIMITS = {
 class ModelConfig:
     """The deployed network. `memory` says whether a decoder takes its own last state, `injection` where it enters: in
     the paper's way or in one of those that the paper leaves open (`model/memory.py`), or in several, as in
-    "shared_kv+residual"."""
+    "shared_kv+residual".
+
+    delay: keys and values take the memory of so many tokens ago, m_{t - delay}, and the residual stream takes it beside
+    m_{t-1}. 1 is the paper's: all take m_{t-1}. The farthest is W, the oldest memory of the paper's window. What is
+    copied on over a delay is written anew once in so many tokens, and not at every one.
+    """
 
     depth: int
     width: int
@@ -75,6 +82,7 @@ class ModelConfig:
     rope_base: float = 10_000.0
     logit_softcap: float = 15.0
     injection: str = "shared_kv"
+    delay: int = 1
 
     def __post_init__(self) -> None:
         for name, most in MODEL_LIMITS.items():
@@ -102,6 +110,19 @@ class ModelConfig:
             f"or take a recipe with memory",
         )
         check_injections(self.injections)
+        require(
+            1 <= self.delay <= self.window,
+            f"model.delay is {self.delay}; it must be at least 1 and at most model.window = {self.window}",
+        )
+        require(
+            self.delay == 1 or self.memory != "none",
+            f"model.delay is {self.delay} and this decoder has no memory; leave it away, or take a recipe with memory",
+        )
+        require(
+            self.delay == 1 or bool({*DELAYED} & {*self.injections}),
+            f"model.delay is {self.delay} and nothing of model.injection = {self.injection!r} takes older memories; "
+            f"leave it away, or add one of {', '.join(DELAYED)}",
+        )
         tile_windows(self.window_pattern, self.depth, self.window, self.context)
 
     @property
@@ -118,7 +139,14 @@ class ModelConfig:
     @property
     def has_steps(self) -> bool:
         """Whether there are fused steps of it, for decoding and reading."""
+        if self.delay > 1:
+            return False
         return self.memory == "none" or not {"tokens", "slots", "cross_attention"} & {*self.injections}
+
+    @property
+    def takes_last(self) -> bool:
+        """Whether anything takes m_{t-1}. Where nothing does, a pass over as many positions as `delay` is exact."""
+        return self.delay == 1 or not {*self.injections} <= {*get_args(WithTokens)}
 
     @property
     def gated(self) -> bool:

@@ -27,7 +27,7 @@ def random_decoder(config: ModelConfig, device: torch.device, dtype: torch.dtype
 
 def swa_twin(config: ModelConfig) -> ModelConfig:
     """The same shape with sliding windows alone and no memory."""
-    return replace(config, window_pattern="S", memory="none", injection="shared_kv")
+    return replace(config, window_pattern="S", memory="none", injection="shared_kv", delay=1)
 
 
 def full_state(decoder: Decoder, batch: int) -> DecoderState:

@@ -121,7 +121,7 @@ def differing(ours: DecoderState, theirs: DecoderState) -> list[tuple[Tensor, Te
         for own, other in zip(ours.caches, theirs.caches, strict=True)
         for pair in ((own.key, other.key), (own.value, other.value))
     ]
-    return [(ours.memory, theirs.memory), *rings]
+    return [(ours.memory, theirs.memory), (ours.older, theirs.older), *rings]
 
 
 @contextmanager

@@ -60,14 +60,15 @@ def recorded_step(decoder: Decoder, batch_size: int) -> Step | None:
     A step of a small model is over long before the next one could be asked for. None where it cannot be recorded."""
     steps = decoder if batch_size > FEW_ROWS or divided(decoder) else fastest(decoder)
     state = decoder.initial_state(batch_size)
-    own = [state.memory, state.position, *(each for cache in state.caches for each in (cache.key, cache.value))]
+    own = [state.memory, state.position, state.older]
     tokens = torch.zeros(batch_size, dtype=torch.int64, device=state.memory.device)
 
     def work() -> Tensor:
         """`step_` puts new tensors into the state; here everything has its place."""
-        state.memory, state.position = own[:2]
-        own[0].copy_(steps.step_(tokens, state))
-        own[1].add_(1)
+        state.memory, state.position, state.older = own
+        steps.step_(tokens, state)
+        for place, found in zip(own, (state.memory, state.position, state.older), strict=True):
+            place.copy_(found)
         return own[0]
 
     # once for what is set up when it is first met, then from the start
@@ -77,7 +78,7 @@ def recorded_step(decoder: Decoder, batch_size: int) -> Step | None:
     except Exception as error:
         warnings.warn(f"steps are asked for one by one: {type(error).__name__}: {error}", stacklevel=2)
         return None
-    torch._foreach_zero_(own)
+    torch._foreach_zero_([*own, *(each for cache in state.caches for each in (cache.key, cache.value))])
 
     def step(given: Tensor) -> Tensor:
         tokens.copy_(given)
@@ -93,7 +94,7 @@ def refined(decoder: Decoder, tokens: Tensor, passes: int, documents: Documents 
         raise RequestError(f"passes is {passes}; refined memories need at least one")
     memory = torch.zeros(*tokens.shape, decoder.config.width, dtype=decoder.compute_dtype, device=tokens.device)
     for _ in range(passes):
-        previous_memory = shift_right(memory, documents.memory_keep)
+        previous_memory = shift_right(memory, documents.memory_keep, decoder.config.delay)
         memory = decoder(tokens, previous_memory, starts=documents.attention_starts)
     return memory
 

@@ -98,7 +98,7 @@ def result_rows(
 
 def papers(config: RunConfig) -> RunConfig:
     """The paper's objective at that size: what a training cost is told in, for the same steps."""
-    model = dataclasses.replace(config.model, window_pattern="SSSS", memory="kv", injection="shared_kv")
+    model = dataclasses.replace(config.model, window_pattern="SSSS", memory="kv", injection="shared_kv", delay=1)
     return dataclasses.replace(config, model=model, objective=SharedMaglevConfig())
 
 

@@ -1,8 +1,9 @@
 """A stock cache as the decoder's state, and back.
 
 Layers hold keys and values in the order of reading, the newest last, so that rows which read less have empty places in
-front. The first layer also holds what belongs to no layer: the memory as its recurrent state, and as its convolution
-state how many tokens each row has read. So reordering, copying and moving a cache are transformers' own.
+front. The first layer also holds what belongs to no layer: as its recurrent state the memory, with a delay those before
+it as well, and as its convolution state how many tokens each row has read. So reordering, copying and moving a cache
+are transformers' own.
 """
 
 import torch
@@ -12,7 +13,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from maglev.errors import RequestError
 from maglev.model.decoder import Decoder
-from maglev.model.state import DecoderState, RingCache
+from maglev.model.state import DecoderState, RingCache, previous_of
 from maglev.ops.decode import decode_attention
 
 
@@ -35,13 +36,14 @@ def position_in(cache: Cache) -> Tensor:
     return cache.layers[0].conv_states[0][:, 0]
 
 
-def memory_in(cache: Cache) -> Tensor:
-    """(B, D)"""
-    return cache.layers[0].recurrent_states[0]
+def memories_in(cache: Cache) -> Tensor:
+    """The last s of them, the oldest first; s is 1 without a delay. (B, s, D)"""
+    kept: Tensor = cache.layers[0].recurrent_states[0]
+    return kept if kept.ndim == 3 else kept[:, None]
 
 
-def keep_memory(cache: Cache, memory: Tensor, position: Tensor) -> None:
-    cache.update_recurrent_state(memory, 0)
+def keep_memories(cache: Cache, memories: Tensor, position: Tensor) -> None:
+    cache.update_recurrent_state(memories if memories.shape[1] > 1 else memories[:, 0], 0)
     cache.update_conv_state(position[:, None], 0)
 
 
@@ -50,7 +52,7 @@ def state_in(cache: Cache, decoder: Decoder, batch_size: int) -> DecoderState:
     state = decoder.initial_state(batch_size)
     if is_empty(cache):
         return state
-    state.memory, state.position = memory_in(cache).clone(), position_in(cache).clone()
+    state.memories, state.position = memories_in(cache).clone(), position_in(cache).clone()
     row = torch.arange(batch_size, device=decoder.device)[:, None]
     for layer, ring in zip(cache.layers, state.caches, strict=True):
         window = ring.key.shape[1]
@@ -78,7 +80,7 @@ def keep_state(cache: Cache, state: DecoderState, columns: int) -> None:
         layer.keys, layer.values = keys, values
         if sliding:
             layer.cumulative_length = total
-    keep_memory(cache, state.memory, state.position)
+    keep_memories(cache, state.memories, state.position)
 
 
 def in_order(ring: RingCache, position: Tensor, places: int) -> tuple[Tensor, Tensor]:
@@ -113,6 +115,7 @@ def step(decoder: Decoder, tokens: Tensor, cache: Cache) -> Tensor:
     attends = [
         CacheAttend(cache, layer, window, position, config.entries) for layer, window in enumerate(config.windows)
     ]
-    memory = decoder.run(tokens, position[:, None], memory_in(cache)[:, None], attends)
-    keep_memory(cache, memory[:, 0], position + 1)
+    before = memories_in(cache)
+    memory = decoder.run(tokens, position[:, None], previous_of(before), attends)
+    keep_memories(cache, torch.cat((before[:, 1:], memory), dim=1), position + 1)
     return memory

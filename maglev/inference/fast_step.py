@@ -54,7 +54,8 @@ class FastDecoder:
     def __init__(self, decoder: Decoder, backend: Backend | None = None, weights: WeightFormat = "plain") -> None:
         if not decoder.config.has_steps:
             raise RequestError(
-                f"there are no fused steps for model.injection = {decoder.config.injection!r}; use the decoder itself"
+                f"there are no fused steps for model.injection = {decoder.config.injection!r} and "
+                f"model.delay = {decoder.config.delay}; use the decoder itself"
             )
         self.config = decoder.config
         self.weights = weights
@@ -250,7 +251,7 @@ def bucket_for(batch: int) -> int:
 def first_rows(state: DecoderState, rows: int) -> DecoderState:
     """The same memory, fewer rows: what is written to one is seen in the other."""
     caches = [RingCache(cache.key[:rows], cache.value[:rows]) for cache in state.caches]
-    return DecoderState(caches, state.memory[:rows], state.position[:rows])
+    return DecoderState(caches, state.memory[:rows], state.position[:rows], state.older[:rows])
 
 
 def fill_rows(into: DecoderState, state: DecoderState) -> None:

@@ -4,7 +4,7 @@ Passes go over some blocks of the prompt at a time, starting from zero memories.
 moving, it is left behind and a new one is taken in at the end. So what a pass makes of the later blocks stands on
 memories that are nearly settled, and they settle in fewer passes than blocks that all begin together. Every pass makes
 at least one more position exact whatever the weights, so a block that does not settle within its budget is finished by
-stepping.
+stepping. Where nothing takes a memory younger than a delay of s tokens, one pass over s positions is exact.
 
 With a stride of s, a pass after a block's first goes over every s-th position at a time, and each part reads the
 memories that the part before it wrote (Gauss-Seidel): what is wrong in the last memory shrinks s times in a pass, not
@@ -82,8 +82,14 @@ class ReadingReport:
         return self.computed / self.tokens if self.tokens else 0.0
 
 
+def reads_at_once(config: ModelConfig) -> bool:
+    """Without memory there is nothing to settle, nor over a delay that nothing shortens: a pass over as many positions
+    reads what was written before it."""
+    return config.memory == "none" or not config.takes_last
+
+
 def default_block(config: ModelConfig) -> int:
-    """Without memory there is nothing to settle: one pass, as long as it carries information."""
+    """One pass is as long as it carries information, where nothing is to settle."""
     if config.memory == "none":
         return min(config.plain_reach + 1, LARGEST_CHUNK)
     return min(config.window, LARGEST_CHUNK // BLOCKS)
@@ -127,8 +133,8 @@ def read_(
     for first in range(0, length, TURN * block):
         part = tokens[:, first : first + TURN * block]
         with alone(decoder):
-            if decoder.config.memory == "none":
-                pieces = read_without_memory_(decoder, part, state, block, report)
+            if passes is None and reads_at_once(decoder.config):
+                pieces = read_at_once_(decoder, part, state, block, report)
             else:
                 pieces = settle_(decoder, part, state, block, blocks, stride, passes, tolerance, budget, report)
             for piece in pieces:
@@ -148,12 +154,16 @@ def chunk_of(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState, roo
     return make(tokens, state, room)
 
 
-def read_without_memory_(
+def read_at_once_(
     decoder: Decoder | Reader, tokens: Tensor, state: DecoderState, size: int, report: ReadingReport
 ) -> Iterator[Tensor]:
+    remembers = decoder.config.memory != "none"
+    size = min(size, decoder.config.delay) if remembers else size
     for first in range(0, tokens.shape[1], size):
         chunk = chunk_of(decoder, tokens[:, first : first + size], state)
-        yield chunk.run(None)
+        # the last memories, which nothing takes, may be anything
+        last = state.memory.new_zeros(*chunk.tokens.shape, state.memory.shape[-1]) if remembers else None
+        yield chunk.run(last)
         chunk.commit_(state, chunk.length)
         report.passes.append(1)
         report.changes.append([])
@@ -166,7 +176,7 @@ class Front:
     def __init__(self, chunk: Chunk, block: int, stride: int) -> None:
         self.chunk, self.block, self.stride = chunk, block, stride
         batch, length = chunk.tokens.shape
-        self.memory = chunk.first_memory.new_zeros(batch, length, chunk.first_memory.shape[-1])
+        self.memory = chunk.before.new_zeros(batch, length, chunk.before.shape[-1])
         self.changes: list[list[Tensor]] = []  # by block and pass, the largest of the rows
         self.recent = no_changes(batch, 0, device=chunk.tokens.device)  # (3, B, N)
         self.passes_here = 0  # since the first block is the first

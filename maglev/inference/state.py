@@ -59,6 +59,8 @@ class State:
 
     def save(self, path: str | Path) -> None:
         tensors = {"memory": self.inner.memory, "position": self.inner.position}
+        # there are some with a delay alone
+        tensors |= {"older": self.inner.older} if self.inner.older.numel() else {}
         for layer, cache in enumerate(self.inner.caches):
             tensors |= {f"key.{layer}": cache.key, f"value.{layer}": cache.value}
         own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -151,5 +153,7 @@ def load_state(path: str | Path, decoder: Decoder, fingerprint: str) -> State:
         RingCache(take(f"key.{layer}", cache.key), take(f"value.{layer}", cache.value))
         for layer, cache in enumerate(empty.caches)
     ]
-    inner = DecoderState(caches, take("memory", empty.memory), take("position", empty.position).to(torch.int64))
+    memory, position = take("memory", empty.memory), take("position", empty.position).to(torch.int64)
+    older = take("older", empty.older) if empty.older.numel() else empty.older
+    inner = DecoderState(caches, memory, position, older)
     return State(inner, fingerprint)

@@ -39,7 +39,8 @@ def plain_parameters(config: ModelConfig) -> int:
 
 def gate_parameters(config: ModelConfig) -> int:
     pair = 2 * config.kv_heads
-    gates = {"shared_kv": pair, "layer_kv": pair, "residual": config.heads, "layer_residual": config.heads}
+    stream = config.heads * (1 + (config.delay > 1))
+    gates = {"shared_kv": pair, "layer_kv": pair, "residual": stream, "layer_residual": stream}
     found = sum(gates.get(name, 0) for name in config.injections)
     return config.depth * found * config.width if config.memory == "kv" else 0
 
@@ -47,12 +48,14 @@ def gate_parameters(config: ModelConfig) -> int:
 def memory_parameters(config: ModelConfig) -> int:
     """Matrices that memory brings beside its gates, shared or of every layer."""
     pair = 2 * config.width * config.kv_heads * config.head_dim
+    # of the last memory, and with a delay of an older one
+    stream = config.width**2 * (1 + (config.delay > 1))
     matrices = {
         "shared_kv": pair,
         "layer_kv": config.depth * pair,
         "slots": MEMORY_SLOTS * pair,
-        "residual": config.width**2,
-        "layer_residual": config.depth * config.width**2,
+        "residual": stream,
+        "layer_residual": config.depth * stream,
         "cross_attention": MEMORY_SLOTS * pair + config.depth * 2 * config.width**2,
         "tokens": pair,
     }
@@ -146,9 +149,10 @@ def objective_flops(config: RunConfig) -> float:
 
 
 def state_nbytes(config: ModelConfig, element_size: int) -> int:
-    """Bytes per sequence: K and V of every layer's window, the memory vector, the position."""
+    """Bytes per sequence: K and V of every layer's window, the memory vector (with a delay so many of them), the
+    position."""
     slots = 2 * config.entries * sum(config.windows) * config.kv_heads * config.head_dim
-    return (slots + config.width) * element_size + POSITION_BYTES
+    return (slots + config.delay * config.width) * element_size + POSITION_BYTES
 
 
 def full_attention_nbytes(config: ModelConfig, length: int, element_size: int) -> int:
@@ -180,6 +184,7 @@ def describe(config: RunConfig) -> dict[str, Any]:
         "windows": list(model.windows),
         "plain_reach": model.plain_reach,
         "injection": model.injection if model.memory != "none" else "none",
+        "delay": model.delay,
         "parameters": {
             "plain": plain,
             "blocks": block_matrices(model),

@@ -58,12 +58,12 @@ class Chunk(ABC):
         over, else there are new ones."""
         self.tokens = tokens
         self.position = state.position  # (B,), of the first token
-        self.first_memory = state.memory[:, None]  # (B, 1, D)
+        self.before = state.memories  # (B, s, D), the last ones before the chunk; s is 1 without a delay
         room = max(room or 0, tokens.shape[1])
         self.spans = [Span(ring, room) for ring in state.caches] if spans is None else spans
         for span, ring in zip(self.spans, state.caches, strict=True):
             span.fill_(ring, state.position)
-        self.memory = self.first_memory
+        self.memory = self.before[:, :0]
 
     @property
     def length(self) -> int:
@@ -84,13 +84,25 @@ class Chunk(ABC):
         -> (B, C, D)"""
         some = range(self.length) if some is None else some
         at = slice(some.start, some.stop, some.step)
-        previous = None if memory is None else torch.cat((self.first_memory, memory[:, :-1]), dim=1)[:, at]
+        previous = None if memory is None else self.previous(memory)[:, at]
         fresh = self.compute(some, previous)
         if memory is None or len(some) == self.length:
             self.memory = fresh
         else:
             self.memory = memory.slice_scatter(fresh, 1, some.start, some.stop, some.step)
         return self.memory
+
+    def previous(self, memory: Tensor) -> Tensor:
+        """What every position reads where these are the chunk's memories. (B, C, D) -> (B, C, D), with a delay
+        (B, C, 2 D)"""
+        length, delay = memory.shape[1], self.before.shape[1]
+        all_before = torch.cat((self.before, memory[:, :-1]), dim=1)
+        last = all_before[:, delay - 1 :]
+        return last if delay == 1 else torch.cat((last, all_before[:, :length]), dim=-1)
+
+    def last_memories(self, count: int) -> Tensor:
+        """The last s once `count` positions are read. (B, s, D)"""
+        return torch.cat((self.before, self.memory[:, :count]), dim=1)[:, -self.before.shape[1] :]
 
     def advance_(self, count: int, tokens: Tensor) -> None:
         """Leave the first `count` positions behind, as they were last computed, and take in tokens (B, n) at the end.
@@ -100,7 +112,7 @@ class Chunk(ABC):
         if count:
             for span in self.spans:
                 span.advance_(count)
-            self.first_memory = self.memory[:, count - 1 : count]
+            self.before = self.last_memories(count)
             self.position = self.position + count
         self.tokens = torch.cat((self.tokens[:, count:], tokens), dim=1)
 
@@ -115,7 +127,7 @@ class Chunk(ABC):
             )
             cache.key[row, slots] = span.key[:, kept]
             cache.value[row, slots] = span.value[:, kept]
-        state.memory = self.memory[:, count - 1].clone()
+        state.memories = self.last_memories(count).clone()
         state.position = self.position + count
 
     def commit_rows_(self, state: DecoderState, counts: Tensor) -> None:
@@ -130,8 +142,10 @@ class Chunk(ABC):
             source = span.history + index.clamp_min(0)
             cache.key[row, slots] = torch.where(own, span.key[row, source], cache.key[row, slots])
             cache.value[row, slots] = torch.where(own, span.value[row, source], cache.value[row, slots])
-        last = self.memory[row[:, 0], (counts - 1).clamp_min(0)]  # (B, D)
-        state.memory = torch.where((counts > 0)[:, None], last, state.memory)
+        # a row that read nothing keeps those from before
+        delay = self.before.shape[1]
+        index = counts[:, None] + torch.arange(delay, device=row.device)
+        state.memories = torch.cat((self.before, self.memory), dim=1)[row, index]
         state.position = state.position + counts
 
 

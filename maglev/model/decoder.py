@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from maglev.model.attention import Attend, Block
 from maglev.model.layers import Embedding, Readout
-from maglev.model.memory import Features, Rotation, injection_of
+from maglev.model.memory import Features, Rotation, injection_of, shift_by
 from maglev.model.state import DecoderState
 from maglev.model_config import ModelConfig
 from maglev.ops.attention import plan_attention, windowed_attention
@@ -105,7 +105,8 @@ class Decoder(nn.Module):
         starts: Tensor | None = None,
         embedded: Tensor | None = None,
     ) -> Tensor:
-        """tokens (B, T), previous_memory (B, T, D) from `shift_right` -> memory (B, T, D).
+        """tokens (B, T), previous_memory (B, T, D) from `shift_right` -> memory (B, T, D). With a delay, older memories
+        may stand beside them, (B, T, 2 D); else they are found among them.
 
         A decoder without memory ignores `previous_memory`. None is not zeros: it is the stack without gates. Who has
         the tokens' embeddings already gives them along.
@@ -113,6 +114,8 @@ class Decoder(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         config = self.config
         entries = 1 if previous_memory is None else config.entries
+        if previous_memory is not None and config.delay > 1 and previous_memory.shape[-1] == config.width:
+            previous_memory = torch.cat((previous_memory, shift_by(previous_memory, None, config.delay - 1)), dim=-1)
         attends = attend_in_parallel(
             config,
             config.windows,
@@ -132,7 +135,8 @@ class Decoder(nn.Module):
         attends: Sequence[Attend],
         embedded: Tensor | None = None,
     ) -> Tensor:
-        """Any subset of positions, with keys and values wherever `attends` keeps them. positions (T,) or (B, T)"""
+        """Any subset of positions, with keys and values wherever `attends` keeps them. positions (T,) or (B, T);
+        previous_memory (B, T, D), with a delay (B, T, 2 D)"""
         x = self.embedding(tokens) if embedded is None else embedded
         angles = rotation(positions, self.frequencies, x.dtype)
         features = None
@@ -151,7 +155,6 @@ class Decoder(nn.Module):
     def step_(self, tokens: Tensor, state: DecoderState) -> Tensor:
         """`step` that rewrites `state` in place: no copy of the rings."""
         attends = [cache.attend_at(state.position, self.config.entries) for cache in state.caches]
-        memory = self.run(tokens[:, None], state.position[:, None], state.memory[:, None], attends)[:, 0]
-        state.memory = memory
-        state.position = state.position + 1
+        memory = self.run(tokens[:, None], state.position[:, None], state.previous_memory, attends)[:, 0]
+        state.push_(memory)
         return memory

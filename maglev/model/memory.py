@@ -4,6 +4,9 @@ gates, by projections that all layers share. Beside it the ways that the paper l
 An injection has a part of the decoder, which makes features of m_{t-1}, and a part in every layer, which takes them: in
 attention (`shared_kv`, `layer_kv`, `tokens`; `slots`) or in the residual stream before it (`residual`,
 `layer_residual`, `cross_attention`). A decoder may have one of each.
+
+With a delay s the last memory comes with an older one beside it, m_{t-1} and m_{t-s} as (B, T, 2 D): keys and values of
+every position are made of the older one, the residual stream is given both, slots are of the last.
 """
 
 from typing import NamedTuple
@@ -33,7 +36,8 @@ class Features(NamedTuple):
 
 
 class Injection(nn.Module):
-    """What layers take of m_{t-1}, (B, T, D): features of every layer, or one that all of them share."""
+    """What layers take of m_{t-1}, (B, T, D), or of m_{t-1} and m_{t-s} side by side: features of every layer, or one
+    that all of them share."""
 
     def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
         raise NotImplementedError
@@ -44,26 +48,42 @@ class MemoryProjections(Injection):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.kv_heads = config.kv_heads
+        self.kv_heads, self.width = config.kv_heads, config.width
         self.memory_key_proj = Linear(config.width, config.kv_heads * config.head_dim)
         self.memory_value_proj = Linear(config.width, config.kv_heads * config.head_dim)
 
     def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
-        """m_{t-1} takes slot t, so its key is rotated there, like the local key it is mixed with."""
-        memory_key = self.memory_key_proj(previous_memory).unflatten(-1, (self.kv_heads, -1))
-        memory_value = self.memory_value_proj(previous_memory).unflatten(-1, (self.kv_heads, -1))
+        """m_{t-1}, or m_{t-s}, takes slot t, so its key is rotated there, like the local key it is mixed with."""
+        oldest = previous_memory[..., -self.width :]
+        memory_key = self.memory_key_proj(oldest).unflatten(-1, (self.kv_heads, -1))
+        memory_value = self.memory_value_proj(oldest).unflatten(-1, (self.kv_heads, -1))
         return [Features(with_tokens=(rotate(rms_norm(memory_key), *rotation), memory_value))]
 
 
+class Older(nn.Module):
+    """What the residual stream has of its own for m_{t-s}, under the names of what it has for m_{t-1}."""
+
+    residual_proj: Linear
+    memory_gate: Linear
+
+
 class ResidualProjection(Injection):
-    """W m_{t-1}, (B, T, D), which every layer adds to its stream. Zero at the start, like all that writes there."""
+    """W m_{t-1}, (B, T, D), which every layer adds to its stream, and with a delay W' m_{t-s}. Zero at the start, like
+    all that writes there."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.width = config.width
         self.residual_proj = Linear(config.width, config.width)
+        self.older = Older() if config.delay > 1 else None
+        if self.older is not None:
+            self.older.residual_proj = Linear(config.width, config.width)
 
     def forward(self, previous_memory: Tensor, rotation: Rotation) -> list[Features]:
-        return [Features(stream=(self.residual_proj(previous_memory),))]
+        found = [self.residual_proj(previous_memory[..., : self.width])]
+        if self.older is not None:
+            found.append(self.older.residual_proj(previous_memory[..., self.width :]))
+        return [Features(stream=(*found,))]
 
 
 class OfEveryLayer(Injection):
@@ -93,11 +113,12 @@ class MemorySlots(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.shape = (MEMORY_SLOTS, config.kv_heads, config.head_dim)
+        self.shape, self.width = (MEMORY_SLOTS, config.kv_heads, config.head_dim), config.width
         self.memory_key_proj = Linear(config.width, MEMORY_SLOTS * config.kv_heads * config.head_dim)
         self.memory_value_proj = Linear(config.width, MEMORY_SLOTS * config.kv_heads * config.head_dim)
 
     def made(self, previous_memory: Tensor) -> Pair:
+        previous_memory = previous_memory[..., : self.width]
         memory_key = self.memory_key_proj(previous_memory).unflatten(-1, self.shape)
         return rms_norm(memory_key), self.memory_value_proj(previous_memory).unflatten(-1, self.shape)
 
@@ -150,17 +171,26 @@ class MemoryGates(nn.Module):
 
 
 class ResidualGate(nn.Module):
-    """How much of W m_{t-1} a layer adds to its stream: one number per head's worth of channels."""
+    """How much of W m_{t-1} a layer adds to its stream, and with a delay of W' m_{t-s}: one number per head's worth of
+    channels for each."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.heads = config.heads
         self.memory_gate = Linear(config.width, config.heads)
+        self.older = Older() if config.delay > 1 else None
+        if self.older is not None:
+            self.older.memory_gate = Linear(config.width, config.heads)
 
     def forward(self, x: Tensor, memory: tuple[Tensor, ...]) -> Tensor:
         """The stream (B, T, D) -> what is added to it."""
-        share = gate(self.memory_gate(rms_norm(x)))  # (B, T, H)
-        return (share.unsqueeze(-1) * memory[0].unflatten(-1, (self.heads, -1))).flatten(-2)
+        normed = rms_norm(x)
+        added = self.share(self.memory_gate(normed), memory[0])
+        return added if self.older is None else added + self.share(self.older.memory_gate(normed), memory[1])
+
+    def share(self, logits: Tensor, memory: Tensor) -> Tensor:
+        """Gates' logits (B, T, H) of a memory (B, T, D)."""
+        return (gate(logits).unsqueeze(-1) * memory.unflatten(-1, (self.heads, -1))).flatten(-2)
 
 
 class CrossAttention(nn.Module):
@@ -212,7 +242,22 @@ def stream_of(config: ModelConfig) -> ResidualGate | CrossAttention | None:
     return found[0](config) if found and config.memory != "none" else None
 
 
-def shift_right(memory: Tensor, keep: Tensor | None = None) -> Tensor:
-    """m_{1:T} -> m_{0:T-1} with m_0 = 0; `keep` (B, T) is False where a position starts without memory."""
+def shift_right(memory: Tensor, keep: Tensor | None = None, delay: int = 1) -> Tensor:
+    """m_{1:T} -> m_{0:T-1} with m_0 = 0; `keep` (B, T) is False where a position starts without memory. With a delay of
+    more than 1 the memories of so many positions ago stand beside these, (B, T, 2 D)."""
     shifted = F.pad(memory, (0, 0, 1, -1))
-    return shifted if keep is None else torch.where(keep.unsqueeze(-1), shifted, 0)
+    shifted = shifted if keep is None else torch.where(keep.unsqueeze(-1), shifted, 0)
+    return shifted if delay == 1 else torch.cat((shifted, shift_by(memory, keep, delay)), dim=-1)
+
+
+def shift_by(memory: Tensor, keep: Tensor | None, delay: int) -> Tensor:
+    """m_t -> m_{t - delay}, zeros where there is none, or where memory began anew since."""
+    shifted = F.pad(memory, (0, 0, delay, 0))[:, : memory.shape[1]]
+    return shifted if keep is None else torch.where(kept_over(keep, delay).unsqueeze(-1), shifted, 0)
+
+
+def kept_over(keep: Tensor, delay: int) -> Tensor:
+    """Whether a position (B, T) and the `delay - 1` before it all go on with memory."""
+    slots = torch.arange(keep.shape[1], device=keep.device)
+    newest = torch.where(keep, -delay, slots).cummax(dim=1).values
+    return slots - newest >= delay

@@ -42,13 +42,21 @@ class RingAttend:
         return decode_attention(query, self.cache.key, self.cache.value, filled, self.entries)
 
 
+def previous_of(memories: Tensor) -> Tensor:
+    """What a token is given after these (B, s, D), the oldest first: m_{t-1}, and with a delay m_{t-s} beside it."""
+    last = memories[:, -1:]
+    return last if memories.shape[1] == 1 else torch.cat((last, memories[:, :1]), dim=-1)
+
+
 @dataclass
 class DecoderState:
-    """Rings, the memory of the last token, and how many tokens were read. Rows may be at different positions."""
+    """Rings, the memory of the last token, and how many tokens were read; with a delay s the memories before the last
+    as well, as far back as m_{t-s}. Rows may be at different positions."""
 
     caches: list[RingCache]
     memory: Tensor  # (B, D)
     position: Tensor  # (B,) int64, tokens read so far
+    older: Tensor  # (B, s - 1, D), the oldest first
 
     @classmethod
     def zeros(cls, config: ModelConfig, batch_size: int, dtype: torch.dtype, device: torch.device) -> "DecoderState":
@@ -60,7 +68,30 @@ class DecoderState:
             caches=[RingCache(ring(window), ring(window)) for window in config.windows],
             memory=torch.zeros(batch_size, config.width, dtype=dtype, device=device),
             position=torch.zeros(batch_size, dtype=torch.int64, device=device),
+            older=torch.zeros(batch_size, config.delay - 1, config.width, dtype=dtype, device=device),
         )
+
+    @property
+    def memories(self) -> Tensor:
+        """The last s of them, the oldest first. (B, s, D)"""
+        last = self.memory[:, None]
+        return torch.cat((self.older, last), dim=1) if self.older.shape[1] else last
+
+    @memories.setter
+    def memories(self, memories: Tensor) -> None:
+        self.older, self.memory = memories[:, :-1], memories[:, -1]
+
+    @property
+    def previous_memory(self) -> Tensor:
+        """What the next token is given. (B, 1, D), with a delay (B, 1, 2 D)"""
+        return previous_of(self.memories)
+
+    def push_(self, memory: Tensor) -> None:
+        """The memory (B, D) of one more token."""
+        if self.older.shape[1]:
+            self.older = torch.cat((self.older[:, 1:], self.memory[:, None]), dim=1)
+        self.memory = memory
+        self.position = self.position + 1
 
     @property
     def batch_size(self) -> int:
@@ -68,18 +99,20 @@ class DecoderState:
 
     @property
     def nbytes(self) -> int:
-        tensors = [self.memory, self.position]
+        tensors = [self.memory, self.position, self.older]
         tensors += [tensor for cache in self.caches for tensor in (cache.key, cache.value)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def clone(self) -> "DecoderState":
         caches = [RingCache(cache.key.clone(), cache.value.clone()) for cache in self.caches]
-        return DecoderState(caches, self.memory.clone(), self.position.clone())
+        return DecoderState(caches, self.memory.clone(), self.position.clone(), self.older.clone())
 
     def to(self, dtype: torch.dtype, device: torch.device) -> "DecoderState":
         """The same rows in another precision or place; what fits already is not copied."""
         caches = [RingCache(cache.key.to(device, dtype), cache.value.to(device, dtype)) for cache in self.caches]
-        return DecoderState(caches, self.memory.to(device, dtype), self.position.to(device))
+        return DecoderState(
+            caches, self.memory.to(device, dtype), self.position.to(device), self.older.to(device, dtype)
+        )
 
     @staticmethod
     def join(states: Sequence["DecoderState"]) -> "DecoderState":
@@ -88,25 +121,29 @@ class DecoderState:
             RingCache(torch.cat([cache.key for cache in layer]), torch.cat([cache.value for cache in layer]))
             for layer in zip(*(state.caches for state in states), strict=True)
         ]
-        memory = torch.cat([state.memory for state in states])
-        return DecoderState(caches, memory, torch.cat([state.position for state in states]))
+        memory, position, older = (
+            torch.cat(each)
+            for each in zip(*((state.memory, state.position, state.older) for state in states), strict=True)
+        )
+        return DecoderState(caches, memory, position, older)
 
     def row(self, index: int) -> "DecoderState":
         """A copy of one row, as a batch of one."""
         at = slice(index, index + 1)
         caches = [RingCache(cache.key[at].clone(), cache.value[at].clone()) for cache in self.caches]
-        return DecoderState(caches, self.memory[at].clone(), self.position[at].clone())
+        return DecoderState(caches, self.memory[at].clone(), self.position[at].clone(), self.older[at].clone())
 
     def rows(self, index: Tensor) -> "DecoderState":
         """A copy of these rows (N,), in this order; a row that comes again is forked."""
         caches = [RingCache(cache.key[index], cache.value[index]) for cache in self.caches]
-        return DecoderState(caches, self.memory[index], self.position[index])
+        return DecoderState(caches, self.memory[index], self.position[index], self.older[index])
 
     def put_rows_(self, index: Tensor, rows: "DecoderState") -> None:
         """Write `rows` over these ones (N,)."""
         for cache, source in zip(self.caches, rows.caches, strict=True):
             cache.key[index], cache.value[index] = source.key, source.value
         self.memory = self.memory.index_copy(0, index, rows.memory)
+        self.older = self.older.index_copy(0, index, rows.older)
         self.position = self.position.index_copy(0, index, rows.position)
 
     def fork(self, count: int) -> list["DecoderState"]:
@@ -123,3 +160,4 @@ class DecoderState:
                     tensor.masked_fill_(rows[:, None, None, None], 0)
         if memory:
             self.memory = torch.where(rows[:, None], 0, self.memory)
+            self.older = torch.where(rows[:, None, None], 0, self.older)

@@ -31,7 +31,7 @@ class LRTObjective(Objective):
         memory = self.zero_memory(tokens)
         losses = []
         for _ in range(self.passes):
-            previous_memory = shift_right(memory, documents.memory_keep)
+            previous_memory = shift_right(memory, documents.memory_keep, self.decoder.config.delay)
             memory = self.decoder(tokens, previous_memory, starts=documents.attention_starts)
             losses.append(next_token_loss(self.decoder, memory, targets))
         return losses

@@ -23,7 +23,7 @@ class MaglevObjective(Objective):
         """P's memories on Q's, and Q's: m_{1:T}, m'_{1:T}."""
         starts, embedded = documents.attention_starts, self.decoder.embedding(tokens)
         target_memory = self.prefiller(tokens, self.decoder, starts, embedded)  # (B, T, D)
-        previous_memory = shift_right(target_memory, documents.memory_keep)
+        previous_memory = shift_right(target_memory, documents.memory_keep, self.decoder.config.delay)
         return self.decoder(tokens, previous_memory, starts=starts, embedded=embedded), target_memory
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Documents = WHOLE_ROWS) -> Losses:

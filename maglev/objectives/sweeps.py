@@ -10,7 +10,7 @@ from torch import Tensor
 from maglev.model.attention import Recording
 from maglev.model.decoder import Decoder
 from maglev.model.late import LateDecoder
-from maglev.model.memory import shift_right
+from maglev.model.memory import kept_over, shift_by, shift_right
 from maglev.objectives.losses import Documents
 from maglev.ops.attention import AttentionPlan, plan_attention, windowed_attention
 from maglev.ops.trails import Trails
@@ -95,6 +95,40 @@ def scatter(into: Tensor, values: Tensor, positions: range) -> Tensor:
     return into.slice_scatter(values, dim=1, start=positions.start, end=into.shape[1], step=positions.step)
 
 
+class OlderMemories:
+    """With a delay s, what the steps of a rollout read beside m_{t-1}: the freshest m_{t-s}. Until the rollout has
+    written it, that is of the pass before, (B, T, D)."""
+
+    def __init__(self, memory: Tensor, keep: Tensor | None, delay: int, steps: int) -> None:
+        self.keep, self.delay, self.steps = keep, delay, steps
+        # a delay longer than a rollout reaches into what others have begun to write
+        self.fresh = memory if delay > steps else None
+        self.before = deal(shift_by(memory, keep, delay), steps) if 1 < delay <= steps else []
+        self.kept = None if keep is None or not self.before else kept_over(keep, delay)
+        self.written: list[Tensor] = []
+
+    def write(self, memory: Tensor, first: int) -> None:
+        """What step `first` of all rollouts wrote, (B, C, D), with its noise."""
+        if self.fresh is not None:
+            self.fresh = scatter(self.fresh, memory, range(first, self.fresh.shape[1], self.steps))
+        elif self.before:
+            self.written.append(memory)
+
+    def beside(self, previous: Tensor, first: int) -> Tensor:
+        """previous (B, C, D), which step `first` of all rollouts reads -> (B, C, 2 D)"""
+        if self.delay == 1:
+            return previous
+        if self.fresh is not None:
+            older = shift_by(self.fresh, self.keep, self.delay)[:, first :: self.steps]
+        elif first < self.delay:
+            older = self.before[first]
+        else:
+            older = first_of(self.written[first - self.delay], previous.shape[1])
+            if self.kept is not None:
+                older = torch.where(self.kept[:, first :: self.steps].unsqueeze(-1), older, 0)
+        return torch.cat((previous, older), dim=-1)
+
+
 class Sweeps:
     """Of one batch, tokens (B, T). The first pass is over all positions."""
 
@@ -105,7 +139,8 @@ class Sweeps:
 
     def run(self, memory: Tensor, positions: range, embedded: Tensor | None = None) -> Tensor:
         """Memories (B, T, D) as they are -> those of `positions` anew, (B, T / S, D)."""
-        previous_memory = shift_right(memory, self.documents.memory_keep)[:, positions.start :: positions.step]
+        previous_memory = shift_right(memory, self.documents.memory_keep, self.decoder.config.delay)
+        previous_memory = previous_memory[:, positions.start :: positions.step]
         own = None if embedded is None else embedded[:, positions.start :: positions.step].contiguous()
         return self.run_with(self.decoder.run, self.buffers(positions), previous_memory.contiguous(), positions, own)
 
@@ -120,23 +155,27 @@ class Sweeps:
         """All positions anew, `steps` of them in a row from every place at once, each on the memory that was written
         just before, with its `noise` where there is some. (B, T, D) -> (B, T, D)"""
         length, keep = memory.shape[1], self.documents.memory_keep
-        previous = shift_right(memory if noise is None else memory + noise, keep)[:, ::steps].contiguous()
+        start = memory if noise is None else memory + noise
+        previous = shift_right(start, keep)[:, ::steps].contiguous()
+        older = OlderMemories(start, keep, self.decoder.config.delay, steps)
         parts = deal(embedded, steps)
         noises = None if noise is None else deal(noise, steps)
         found: list[Tensor] = []
+        read: list[Tensor] = []
         try:
             if late is not None:
                 late.begin([part.shape[:2] for part in parts])
             for first, own in enumerate(parts):
                 positions = range(first, length, steps)
                 if found:
-                    previous = first_of(found[-1], len(positions))
-                    if noises is not None:
-                        previous = previous + first_of(noises[first - 1], len(positions))
+                    previous = first_of(read[-1], len(positions))
                     if keep is not None:
                         previous = torch.where(keep[:, first::steps].unsqueeze(-1), previous, 0)
                 run = self.decoder.run if late is None else partial(late.run_step, first)
-                found.append(self.run_with(run, self.trails(positions), previous, positions, own))
+                given = older.beside(previous, first)
+                found.append(self.run_with(run, self.trails(positions), given, positions, own))
+                read.append(found[-1] if noises is None else found[-1] + noises[first])
+                older.write(read[-1], first)
         finally:
             # also where memory ran out: what it holds is to be free for a smaller pass
             if late is not None:

@@ -69,7 +69,7 @@ def test_reading_equals_the_decoder_s_own(recipe: str) -> None:
 
 def decoder_rows(state: DecoderState, rows: slice) -> DecoderState:
     caches = [RingCache(cache.key[rows].clone(), cache.value[rows].clone()) for cache in state.caches]
-    return DecoderState(caches, state.memory[rows].clone(), state.position[rows].clone())
+    return DecoderState(caches, state.memory[rows].clone(), state.position[rows].clone(), state.older[rows].clone())
 
 
 @pytest.mark.parametrize("recipe", RECIPES[2:])

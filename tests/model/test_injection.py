@@ -1,7 +1,10 @@
 """Every way to take memory in keeps the same promises: steps are passes, nothing sees ahead, a state stays bounded."""
 
+import dataclasses
+import hashlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -43,12 +46,23 @@ SEVERAL = [
 ALL = [*get_args(InjectionKind), *SEVERAL]
 OTHERS = [name for name in ALL if name != "shared_kv"]
 ONE_OF_EACH_PLACE = ("layer_kv", "tokens", "cross_attention", "shared_kv+slots", "shared_kv+layer_residual")
+ONE_OF_EACH_PLACE += ("layer_kv+layer_residual@8",)
 CONTEXT, WINDOW = 24, 8
 LENGTHS = (1, WINDOW - 3, WINDOW, WINDOW + 1, CONTEXT + 1, 60)
 
 
+# "injection@delay"
+DELAYED = ["shared_kv@8", "shared_kv@3", "layer_kv+layer_residual@8", "shared_kv+residual@2", "tokens+slots@5"]
+OTHERS += DELAYED
+
+
+def kind(injection: str) -> dict[str, Any]:
+    name, _, delay = injection.partition("@")
+    return {"injection": name, "delay": int(delay or 1)}
+
+
 def decoder_with(injection: str, recipe: str = "maglev-shared-0.1", **settings: Any) -> Decoder:
-    return small(recipe, injection=injection, context=CONTEXT, window=WINDOW, **settings).decoder
+    return small(recipe, **kind(injection), context=CONTEXT, window=WINDOW, **settings).decoder
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
@@ -69,13 +83,14 @@ def test_memory_counts_and_nothing_sees_ahead(injection: str) -> None:
     other, moved = tokens.clone(), previous.clone()
     other[0, 20] = (other[0, 20] + 1) % 61
     moved[0, 20] += 1
-    for after in (decoder(other, previous), decoder(tokens, moved)):
-        assert min(changed_positions(before, after)) == 20
+    assert min(changed_positions(before, decoder(other, previous))) == 20
+    after, delay = changed_positions(before, decoder(tokens, moved)), decoder.config.delay
+    assert min(after) == (20 if decoder.config.takes_last else 19 + delay)
     # and no further than what a position's window carries from layer to layer
-    assert max(changed_positions(before, decoder(tokens, moved))) <= 20 + decoder.config.plain_reach
+    assert max(after) <= 19 + delay + decoder.config.plain_reach
 
 
-@pytest.mark.parametrize("injection", ALL)
+@pytest.mark.parametrize("injection", [*ALL, *DELAYED])
 def test_a_step_keeps_a_state_of_constant_size(injection: str) -> None:
     decoder = decoder_with(injection, kv_heads=2, window_pattern="SL")
     state = decoder.initial_state(1)
@@ -84,7 +99,7 @@ def test_a_step_keeps_a_state_of_constant_size(injection: str) -> None:
         assert state.nbytes == state_nbytes(decoder.config, 8)
     # recurrent tokens stand beside the others, all else is folded into what there is
     rings = 2 * sum(decoder.config.windows) * 2 * 8 * 8
-    assert state.nbytes == (2 if "tokens" in injection else 1) * rings + 32 * 8 + 8
+    assert state.nbytes == (2 if "tokens" in injection else 1) * rings + decoder.config.delay * 32 * 8 + 8
 
 
 @pytest.mark.parametrize("blocks", [1, 4])
@@ -98,6 +113,9 @@ def test_reading_in_parallel_ends_where_stepping_does(injection: str, blocks: in
     expected.position += torch.tensor([0, 5])
     report = read_(decoder, tokens, state, block=16, blocks=blocks)
     assert report.stepped == 0
+    if not decoder.config.takes_last:
+        # nothing to settle
+        assert report.passes == [1] * -(-50 // decoder.config.delay) and report.passes_per_token == 1
     with torch.no_grad():
         for token in tokens.T:
             decoder.step_(token, expected)
@@ -131,7 +149,7 @@ def test_chunks_of_ragged_rows_are_committed(injection: str) -> None:
 @pytest.mark.parametrize("recipe", ["maglev-shared-0.1", "maglev-separate-1", "lrt-ssss"])
 @pytest.mark.parametrize("injection", OTHERS)
 def test_every_parameter_is_reached_and_the_stored_decoder_is_whole(injection: str, recipe: str) -> None:
-    objective = small(recipe, injection=injection)
+    objective = small(recipe, **kind(injection))
     for name, gradient in gradients(objective(*batch_of(2, 20)).total, objective).items():
         assert gradient.abs().max() > 0, name
     bare = Decoder(objective.decoder.config).double()
@@ -148,7 +166,7 @@ def test_documents_are_kept_apart_where_asked(injection: str) -> None:
     starts = torch.where(torch.arange(30) < 11, 0, 11)[None]
     keep = (torch.arange(30) != 11)[None]
     memory = torch.randn(1, 30, 32, dtype=torch.float64)
-    whole = decoder(tokens, shift_right(memory, keep), starts=starts)
+    whole = decoder(tokens, shift_right(memory, keep, decoder.config.delay), starts=starts)
     alone = decoder(tokens[:, 11:], shift_right(memory[:, 11:]))
     torch.testing.assert_close(whole[:, 11:], alone, rtol=0, atol=1e-12)
 
@@ -163,14 +181,15 @@ def test_what_enters_the_stream_starts_as_swa(injection: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"model.heads": 4, "model.kv_heads": 2}, {"model.window_pattern": "SL"}])
-@pytest.mark.parametrize("injection", ALL)
+@pytest.mark.parametrize("injection", [*ALL, *DELAYED])
 def test_accounts_are_those_of_the_modules(injection: str, settings: dict[str, Any]) -> None:
-    shape = {"model.vocab_size": 50, "model.context": 16, "model.window": 5, "model.injection": injection}
+    shape = {"model.vocab_size": 50, "model.context": 16, "model.window": 8}
+    shape |= {f"model.{key}": value for key, value in kind(injection).items()}
     config = run_config("maglev-shared-0.1", 2, shape | settings)
     model, decoder = config.model, build_objective(config).decoder
     named = {name: parameter.numel() for name, parameter in decoder.named_parameters()}
     told = describe(config)
-    assert told["injection"] == injection
+    assert {"injection": told["injection"], "delay": told["delay"]} == kind(injection)
     assert told["parameters"]["deployed"] == sum(named.values())
     assert told["parameters"]["gates"] == sum(count for name, count in named.items() if "_gate" in name)
     memory = ("injection.", ".stream.query_proj", ".stream.output_proj")
@@ -208,11 +227,11 @@ def test_slots_may_be_passed_over() -> None:
     torch.testing.assert_close(weight, scores.exp().sum(-1) / (1 + scores.exp().sum(-1)))
 
 
-@pytest.mark.parametrize("injection", ALL)
+@pytest.mark.parametrize("injection", [*ALL, "shared_kv+layer_residual@8"])
 def test_kernels_serve_what_they_can_compute(injection: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU as it is, or pretended: others take plain PyTorch in training or decoding."""
-    stepped = not {"tokens", "slots", "cross_attention"} & {*injection.split("+")}
-    objective = small("maglev-shared-0.1", injection=injection, dtype=torch.float32)
+    stepped = "@" not in injection and not {"tokens", "slots", "cross_attention"} & {*injection.split("+")}
+    objective = small("maglev-shared-0.1", **kind(injection), dtype=torch.float32)
     tokens = random_tokens(1, 12)
     plain = objective.decoder(tokens, torch.zeros(1, 12, 32))
     asked = []
@@ -223,7 +242,7 @@ def test_kernels_serve_what_they_can_compute(injection: str, monkeypatch: pytest
     if stepped:
         assert isinstance(FastDecoder(objective.decoder, "torch"), FastDecoder)
     else:
-        with pytest.raises(RequestError, match=re.escape(f"model.injection = '{injection}'")):
+        with pytest.raises(RequestError, match=re.escape(f"model.injection = '{kind(injection)['injection']}'")):
             FastDecoder(objective.decoder, "torch")
     monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
     monkeypatch.setattr(fast_step, "FastDecoder", lambda decoder, weights: "kernels")
@@ -236,7 +255,7 @@ def test_kernels_serve_what_they_can_compute(injection: str, monkeypatch: pytest
 )
 def test_blocks_compile_without_a_break(injection: str) -> None:
     """The part that dynamo sees, as in training on a GPU."""
-    objective = small("maglev-shared-0.1", injection=injection, dtype=torch.float32)
+    objective = small("maglev-shared-0.1", **kind(injection), dtype=torch.float32)
     batch = batch_of(2, 20)
     expected = objective(*batch).total
     for block in objective.decoder.blocks:
@@ -267,3 +286,26 @@ def test_several_are_what_each_of_them_is_where_the_others_add_nothing() -> None
         assert not torch.allclose(both, expected)
         # gates of nothing still stand at 1 for the tokens' own
         torch.testing.assert_close(changed(tokens, previous), expected, rtol=0, atol=1e-10)
+
+
+def test_a_delay_is_for_what_takes_older_memories() -> None:
+    with pytest.raises(RequestError, match=r"nothing of model.injection = 'slots' takes older memories; .* shared_kv"):
+        run_config("maglev-shared-0.1", 2, {"model.injection": "slots", "model.delay": 2})
+
+
+def test_states_that_were_saved_before_there_were_delays_stay() -> None:
+    """Their fingerprint is of a configuration without one."""
+    from maglev.inference.engine import LanguageModel
+    from maglev.values import canonical_json
+
+    decoder = decoder_with("shared_kv")
+    told = {key: value for key, value in vars(decoder.config).items() if key != "delay"}
+    digest = hashlib.sha256(canonical_json(told).encode())
+    for name, tensor in sorted(decoder.state_dict().items()):
+        digest.update(name.encode() + tensor.float().numpy().tobytes())
+    tokenizer = SimpleNamespace(vocab_size=decoder.config.vocab_size)
+    assert LanguageModel(decoder, tokenizer).fingerprint == digest.hexdigest()
+    # and a delay is told by it
+    delayed = Decoder(dataclasses.replace(decoder.config, delay=2)).double()
+    delayed.load_state_dict(decoder.state_dict())
+    assert LanguageModel(delayed, tokenizer).fingerprint != digest.hexdigest()

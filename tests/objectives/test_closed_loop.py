@@ -27,15 +27,16 @@ WINDOW, CONTEXT = 3, 20
 SHARED = "embedding,attention,mlp"
 
 
-def closed(rollout: int, weight: float = 0.5, steady: float = 0.0, sharing: str = SHARED) -> Objective:
+def closed(rollout: int, weight: float = 0.5, steady: float = 0.0, sharing: str = SHARED, **settings: Any) -> Objective:
     return small(
         "maglev-closed", depth=2, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, window=WINDOW, context=CONTEXT,
         objective_rollout=rollout, objective_prefiller_weight=weight, objective_consistency_weight=0.3,
         injection="shared_kv", objective_steady=steady, objective_sharing=sharing,
+        **settings,
     )  # fmt: skip
 
 
-def naive_memories(weights: Weights, tokens: list[int], rollout: int) -> tuple[dict[int, Tensor], ...]:
+def naive_memories(weights: Weights, tokens: list[int], rollout: int, delay: int = 1) -> tuple[dict[int, Tensor], ...]:
     """Q's, P's on those, and P's on its own."""
     zero = torch.zeros(WIDTH, dtype=torch.float64)
     shape = (HEADS, KV_HEADS, WIDTH // HEADS, "decoder.blocks")
@@ -48,7 +49,7 @@ def naive_memories(weights: Weights, tokens: list[int], rollout: int) -> tuple[d
     found = [targets]
     memory = targets
     for subset in [list(x), *([p for p in x if p % rollout == first] for first in range(rollout))]:
-        previous = {t: memory[t - 1] if t > 0 else zero for t in subset}
+        previous = {t: memory[t - delay] if t >= delay else zero for t in subset}
         # all of them again on what the passes before left
         memory = ({} if memory is targets else memory) | run_stack(
             weights, decoder, {t: x[t] for t in subset}, previous, caches
@@ -58,9 +59,9 @@ def naive_memories(weights: Weights, tokens: list[int], rollout: int) -> tuple[d
 
 
 def naive_loss(
-    weights: Weights, tokens: Tensor, targets: Tensor, rollout: int, weight: float, steady: float = 0.0
+    weights: Weights, tokens: Tensor, targets: Tensor, rollout: int, weight: float, steady: float = 0.0, delay: int = 1
 ) -> Tensor:
-    rows = [naive_memories(weights, row, rollout) for row in tokens.tolist()]
+    rows = [naive_memories(weights, row, rollout, delay) for row in tokens.tolist()]
     valid = [(row, t) for row, t in torch.nonzero(targets >= 0).tolist()]
 
     def nats(which: int) -> Tensor:
@@ -80,26 +81,31 @@ def naive_loss(
 
 
 @pytest.mark.parametrize(
-    ("rollout", "length", "weight", "steady", "sharing"),
+    ("rollout", "length", "weight", "steady", "sharing", "delay"),
     [
-        (1, 7, 0.5, 0, SHARED),
-        (2, 9, 0.5, 0, SHARED),
-        (3, 8, 0.0, 0.7, SHARED),
-        (4, 10, 0.5, 0, SHARED),
-        (9, 5, 1, 0, SHARED),
-        (4, 9, 0.5, 2, SHARED),
-        (3, 8, 0.5, 0.7, "embedding"),
+        (1, 7, 0.5, 0, SHARED, 1),
+        (2, 9, 0.5, 0, SHARED, 1),
+        (3, 8, 0.0, 0.7, SHARED, 1),
+        (4, 10, 0.5, 0, SHARED, 1),
+        (9, 5, 1, 0, SHARED, 1),
+        (4, 9, 0.5, 2, SHARED, 1),
+        (3, 8, 0.5, 0.7, "embedding", 1),
+        # rollouts longer than the delay, as long, and shorter
+        (5, 13, 0.5, 0, SHARED, 2),
+        (3, 10, 0.5, 0, "embedding", 3),
+        (2, 9, 0.5, 0, SHARED, 3),
+        (1, 8, 0.5, 0, SHARED, 2),
     ],
 )
 def test_the_objective_and_the_gradient_of_every_parameter(
-    rollout: int, length: int, weight: float, steady: float, sharing: str
+    rollout: int, length: int, weight: float, steady: float, sharing: str, delay: int
 ) -> None:
-    objective = closed(rollout, weight, steady, sharing)
+    objective = closed(rollout, weight, steady, sharing, delay=delay)
     tokens, targets = batch_of(2, length)
     targets[0, 3] = targets[1, 0] = -1
     weights = dict(objective.named_parameters())
     total = objective(tokens, targets).total
-    expected = naive_loss(weights, tokens, targets, rollout, weight, steady)
+    expected = naive_loss(weights, tokens, targets, rollout, weight, steady, delay)
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-11)
     mine, theirs = gradients(total, objective), gradients(expected, objective)
     for name in mine:

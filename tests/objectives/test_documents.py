@@ -54,6 +54,26 @@ def test_the_losses_of_the_second_document_are_those_it_has_alone(recipe: str) -
     assert (objective(tokens, masked).total - alone.total).abs() > 1e-4
 
 
+@pytest.mark.parametrize(("delay", "rollout"), [(2, 4), (4, 4), (6, 4), (8, 12)])
+def test_older_memories_start_afresh_in_the_second_document(delay: int, rollout: int) -> None:
+    objective = small("maglev-closed", scale=0.4, context=100, delay=delay, objective_rollout=rollout)
+    tokens, targets = batch_of(1, FIRST + SECOND)
+    masked = targets.clone()
+    masked[:, :FIRST] = -1
+    packed, alone = objective(tokens, masked, boundaries()), objective(tokens[:, FIRST:], targets[:, FIRST:])
+    torch.testing.assert_close(packed.total, alone.total, rtol=0, atol=1e-10)
+    assert (objective(tokens, masked, boundaries(reset=False)).total - alone.total).abs() > 1e-5
+    for mask, reset in ((True, True), (False, True), (True, False)):
+        documents = boundaries(mask=mask, reset=reset)
+        with torch.no_grad():
+            stepped = recurrent(objective.decoder, tokens, documents)
+            previous = shift_right(stepped, documents.memory_keep, delay)
+            parallel = objective.decoder(tokens, previous, starts=documents.attention_starts)
+            passes = refined(objective.decoder, tokens, 84, documents)
+        torch.testing.assert_close(parallel, stepped, rtol=0, atol=1e-10)
+        torch.testing.assert_close(passes, stepped, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("passes", [1, 2, 3])
 @pytest.mark.parametrize("schedule", ["interleaved", "full"])
 def test_lrt_respects_documents_in_every_pass(schedule: str, passes: int) -> None:
