@@ -473,6 +473,11 @@ def rows_of(documents: Documents, some: slice) -> Documents:
 def build(config: RunConfig) -> LeversObjective:
     own, model = config.objective, config.model
     assert isinstance(own, LeversConfig)
+    names = [name for name in ("write_gate", "carry", "tap") if getattr(own, name)]
+    require(
+        not names or model.delay == 1,
+        f"objective.{' and objective.'.join(names)} goes with the last memory alone; leave model.delay at 1",
+    )
     if own.tap:
         require(own.tap < model.depth, f"objective.tap is {own.tap}; it must be below the depth of {model.depth}")
         return LeversObjective(TappedDecoder(model, own.tap), TappedPrefiller(model, own.prefiller_pattern), own)

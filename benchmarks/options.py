@@ -1,5 +1,5 @@
-"""Train every option that the paper leaves open and set them side by side: how memory is injected, how strong Q is,
-what it shares with P, a frozen pretrained Q, an SWA as P's start.
+"""Train every option that the paper leaves open and set them side by side: how memory is injected and how old it
+is, how strong Q is, what it shares with P, a frozen pretrained Q, an SWA as P's start.
 
     PYTHONPATH=. python3 benchmarks/options.py --steps 2000 --out options.json            # on the recall task
     PYTHONPATH=. python3 benchmarks/options.py --data DATA --depth 8 --window 256 --steps 700    # on a prepared text
@@ -57,6 +57,8 @@ from maglev.train.task import Recall, Task, Text
 
 SWA, SEPARATE, CLOSED = "swa-ssss", "maglev-separate-0.1", "maglev-closed"
 TOGETHER = ("shared_kv+slots", "shared_kv+layer_residual", "shared_kv+cross_attention")
+# with memories of a window ago
+LATER = ("shared_kv", "shared_kv+residual", "shared_kv+layer_residual")
 QUICK = {"depth": 2, "context": 64, "window": 8, "steps": 3, "rows": 4, "tokens_per_step": 256}
 COLUMNS = ("recurrent", "lifted", "contraction_step", "deployed", "prefiller", "state_bytes")
 STABILITY = ("contraction_pass", "contraction_step", "disturbance_left", "disturbance_steps", "memory_share")
@@ -75,12 +77,15 @@ class Option(NamedTuple):
     needs: tuple[str, str] | None = None
 
 
-def all_options(recipe: str, depth: int) -> dict[str, Option]:
+def all_options(recipe: str, depth: int, window: int) -> dict[str, Option]:
     """Rows about Q are of a recipe that takes its settings."""
     with_q = recipe if recipe == CLOSED else SEPARATE
     found = {"swa": Option("baseline", SWA, {})}
     for injection in (*INJECTIONS, *TOGETHER):
         found[f"injection {injection}"] = Option("injection", recipe, {"model.injection": injection})
+    for injection in LATER:
+        settings = {"model.injection": injection, "model.delay": window}
+        found[f"delay {injection}"] = Option("injection", recipe, settings)
     half, width = max(1, depth // 2), 64 * depth
     for name, settings in {
         "Q as P": {},
@@ -108,7 +113,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, work: Path) -> None:
         self.arguments, self.work = arguments, work
         self.task: Task = Text(open_data(arguments.data)) if arguments.data else Recall(RecallConfig())
-        self.options = all_options(arguments.recipe, arguments.depth)
+        self.options = all_options(arguments.recipe, arguments.depth, arguments.window)
 
     def settings(self, seed: int) -> dict[str, Any]:
         """Those of `maglev eval recall`; a text takes rates as its recipes give them, at whatever tokens per step."""

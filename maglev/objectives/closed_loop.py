@@ -4,6 +4,8 @@ Lifted training shows P no memory but Q's, and asks of what P writes only that i
 once more on memories of its own, `rollout` tokens in a row from every place at once, with the same losses and with
 gradients through all of it: from a token's prediction to the memories that were written before it. Q predicts tokens
 too: that is what makes its memories worth reading.
+
+Where nothing takes a memory younger than a delay, the whole row is such a rollout, a pass for every delay's length.
 """
 
 import torch
@@ -47,8 +49,11 @@ class ClosedLoopObjective(MaglevObjective):
         lifted = self.compare(memory, target_memory, targets)
         total = lifted.total
         if self.stage:
-            self.late = (late_of(self.decoder, self.late[0]),)
-            own_memory = sweeps.rollout(memory, self.rollout, embedded, self.late[0], noise)
+            if self.decoder.config.takes_last:
+                self.late = (late_of(self.decoder, self.late[0]),)
+                own_memory = sweeps.rollout(memory, self.rollout, embedded, self.late[0], noise)
+            else:
+                own_memory = sweeps.own_memories(embedded, noise)
             total = total + self.compare(own_memory, target_memory, targets).total
             if self.steady:
                 # where no memory is read the two are the same, and what lies between them is rounding

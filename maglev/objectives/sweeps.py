@@ -69,6 +69,27 @@ class Trail(Buffer):
         return seen
 
 
+class Segment(Recording):
+    """One layer's mixed K/V of some positions in a row, after those of the window before them."""
+
+    def __init__(self, window: int, plan: AttentionPlan, before: "Segment | None") -> None:
+        self.history, self.plan, self.before = window - 1, plan, before
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+
+    # as few graphs of a block as there are lengths of segments, wherever they begin
+    @torch.compiler.disable
+    def __call__(self, query: Tensor, mixed_key: Tensor, mixed_value: Tensor, /) -> Tensor:
+        if self.before is not None:
+            assert self.before.key is not None and self.before.value is not None
+            mixed_key = torch.cat((self.before.key, mixed_key), dim=1)
+            mixed_value = torch.cat((self.before.value, mixed_value), dim=1)
+        seen = windowed_attention(query, mixed_key, mixed_value, self.plan)
+        first = max(0, mixed_key.shape[1] - self.history)
+        self.key, self.value = mixed_key[:, first:], mixed_value[:, first:]
+        return seen
+
+
 def interleave(parts: Sequence[Tensor], length: int) -> Tensor:
     """Positions i, i + S, ... of each of S parts (B, T / S, ...), the later ones one shorter perhaps -> (B, T, ...)"""
     longest = parts[0].shape[1]
@@ -182,6 +203,32 @@ class Sweeps:
                 late.end()
         return interleave(found, length)
 
+    def own_memories(self, embedded: Tensor, noise: Tensor | None = None) -> Tensor:
+        """The decoder's own memories of all positions, as stepping has them, where nothing takes a memory younger than
+        the delay: so many positions at a time read what was written before, with its `noise`. -> (B, T, D)"""
+        config, keep = self.decoder.config, self.documents.memory_keep
+        assert not config.takes_last
+        rows, length, width = embedded.shape
+        kept = None if keep is None else kept_over(keep, config.delay).unsqueeze(-1)
+        layers: list[Segment | None] = [None] * config.depth
+        memory = embedded.new_zeros(rows, config.delay, width)
+        found: list[Tensor] = []
+        for first in range(0, length, config.delay):
+            at = slice(first, min(first + config.delay, length))
+            own = embedded[:, at].contiguous()
+            older = memory[:, : own.shape[1]]
+            older = older if kept is None else torch.where(kept[:, at], older, 0)
+            # the last memory, which nothing takes, may be anything
+            previous_memory = torch.cat((torch.zeros_like(older), older), dim=-1)
+            segments = [
+                Segment(window, self.plan_of(window, range(at.start, at.stop), max(0, first - window + 1)), before)
+                for window, before in zip(config.windows, layers, strict=True)
+            ]
+            found.append(self.decoder.run(self.tokens[:, at], self.slots[at], previous_memory, segments, own))
+            layers = [*segments]
+            memory = found[-1] if noise is None else found[-1] + noise[:, at]
+        return torch.cat(found, dim=1)
+
     def run_with(
         self,
         run: Callable[..., Tensor],
@@ -209,23 +256,23 @@ class Sweeps:
         return [Trail(each.plan, each.before, *own) if each.plan.window <= positions.step else each for each in found]
 
     def plans(self, positions: range) -> list[AttentionPlan]:
+        plans = {window: self.plan_of(window, positions) for window in set(self.decoder.config.windows)}
+        return [plans[window] for window in self.decoder.config.windows]
+
+    def plan_of(self, window: int, positions: range, first: int = 0) -> AttentionPlan:
+        """Of queries at these positions over the keys from position `first` to where the positions end."""
         decoder, starts = self.decoder, self.documents.attention_starts
         if starts is not None:
-            starts = starts[:, positions.start :: positions.step]
-
-        def plan_for(window: int) -> AttentionPlan:
-            return plan_attention(
-                window,
-                self.tokens.shape[1],
-                self.tokens.device,
-                positions,
-                starts,
-                dtype=decoder.compute_dtype,
-                head_dim=decoder.config.head_dim,
-                heads=(decoder.config.heads, decoder.config.kv_heads),
-                kernel=decoder.attention_kernel,
-                entries=decoder.config.entries,
-            )
-
-        plans = {window: plan_for(window) for window in set(decoder.config.windows)}
-        return [plans[window] for window in decoder.config.windows]
+            starts = (starts[:, positions.start : positions.stop : positions.step] - first).clamp_min(0)
+        return plan_attention(
+            window,
+            positions.stop - first,
+            self.tokens.device,
+            range(positions.start - first, positions.stop - first, positions.step),
+            starts,
+            dtype=decoder.compute_dtype,
+            head_dim=decoder.config.head_dim,
+            heads=(decoder.config.heads, decoder.config.kv_heads),
+            kernel=decoder.attention_kernel,
+            entries=decoder.config.entries,
+        )

@@ -16,6 +16,7 @@ from maglev.model.memory import shift_right
 from maglev.objectives import Objective
 from maglev.objectives.closed_loop import ClosedLoopObjective, MemoryNoise
 from maglev.objectives.losses import Documents
+from maglev.objectives.sweeps import Sweeps
 from maglev.recipes import run_config
 from tests.helpers import batch_of, gradients, random_tokens, small
 from tests.objectives.equations import Cache, Network, Weights, cross_entropy, embed, run_stack
@@ -90,11 +91,10 @@ def naive_loss(
         (9, 5, 1, 0, SHARED, 1),
         (4, 9, 0.5, 2, SHARED, 1),
         (3, 8, 0.5, 0.7, "embedding", 1),
-        # rollouts longer than the delay, as long, and shorter
-        (5, 13, 0.5, 0, SHARED, 2),
-        (3, 10, 0.5, 0, "embedding", 3),
-        (2, 9, 0.5, 0, SHARED, 3),
-        (1, 8, 0.5, 0, SHARED, 2),
+        # nothing takes the last memory: the whole row is a rollout
+        (4, 13, 0.5, 0, SHARED, 2),
+        (4, 10, 0.5, 0, "embedding", 3),
+        (4, 5, 0.5, 0, SHARED, 3),
     ],
 )
 def test_the_objective_and_the_gradient_of_every_parameter(
@@ -105,7 +105,7 @@ def test_the_objective_and_the_gradient_of_every_parameter(
     targets[0, 3] = targets[1, 0] = -1
     weights = dict(objective.named_parameters())
     total = objective(tokens, targets).total
-    expected = naive_loss(weights, tokens, targets, rollout, weight, steady, delay)
+    expected = naive_loss(weights, tokens, targets, rollout if delay == 1 else length, weight, steady, delay)
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-11)
     mine, theirs = gradients(total, objective), gradients(expected, objective)
     for name in mine:
@@ -113,6 +113,34 @@ def test_the_objective_and_the_gradient_of_every_parameter(
             mine[name], theirs[name], rtol=0, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
         )
         assert theirs[name].abs().max() > 0, f"{name} gets no gradient, so nothing was compared"
+
+
+@pytest.mark.parametrize(("delay", "rollout", "length"), [(2, 5, 13), (3, 3, 10), (3, 2, 9), (2, 1, 8)])
+def test_rollouts_read_the_freshest_older_memories(delay: int, rollout: int, length: int) -> None:
+    """Rollouts longer than the delay, as long, and shorter. Slots would take the last memory, and are left empty."""
+    objective = small(
+        "maglev-closed", depth=2, width=WIDTH, heads=HEADS, kv_heads=KV_HEADS, window=WINDOW, context=CONTEXT,
+        injection="shared_kv+slots", delay=delay,
+    )  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in objective.named_parameters():
+            if ".slots." in name:
+                parameter.zero_()
+    tokens, _ = batch_of(1, length)
+    weights = {name.replace(".parts.shared_kv", ""): each for name, each in objective.named_parameters()}
+    _, lifted, expected = naive_memories(weights, tokens[0].tolist(), rollout, delay)
+    sweeps, embedded = Sweeps(objective.decoder, tokens, Documents()), objective.decoder.embedding(tokens)
+    target_memory = objective.prefiller(tokens, objective.decoder)
+    memory = sweeps.run(target_memory, range(length), embedded)
+    own = sweeps.rollout(memory, rollout, embedded)
+    for found, naive in ((memory, lifted), (own, expected)):
+        torch.testing.assert_close(found[0], torch.stack([*naive.values()]), rtol=0, atol=1e-11)
+    weigh = torch.randn(length, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    theirs = (weigh * torch.stack([*expected.values()])).sum()
+    mine, other = gradients((weigh * own[0]).sum(), objective), gradients(theirs, objective)
+    for name in mine:
+        if ".slots." not in name:
+            torch.testing.assert_close(mine[name], other[name], rtol=0, atol=1e-10)
 
 
 def test_what_is_reported_is_the_lifted_pass() -> None:

@@ -6,6 +6,7 @@ import torch
 from maglev.evaluate.memories import recurrent, refined
 from maglev.model.memory import shift_right
 from maglev.objectives.losses import Documents
+from maglev.objectives.sweeps import Sweeps
 from tests.helpers import ALL_RECIPES, MAGLEV_RECIPES, MEMORY_RECIPES, batch_of, random_tokens, small
 
 # subsets of every S below are then of one size, in a row and in its second document
@@ -54,9 +55,11 @@ def test_the_losses_of_the_second_document_are_those_it_has_alone(recipe: str) -
     assert (objective(tokens, masked).total - alone.total).abs() > 1e-4
 
 
+@pytest.mark.parametrize("injection", ["shared_kv+layer_residual", "shared_kv"])
 @pytest.mark.parametrize(("delay", "rollout"), [(2, 4), (4, 4), (6, 4), (8, 12)])
-def test_older_memories_start_afresh_in_the_second_document(delay: int, rollout: int) -> None:
-    objective = small("maglev-closed", scale=0.4, context=100, delay=delay, objective_rollout=rollout)
+def test_older_memories_start_afresh_in_the_second_document(delay: int, rollout: int, injection: str) -> None:
+    shape = {"context": 100, "delay": delay, "injection": injection, "objective_rollout": rollout}
+    objective = small("maglev-closed", scale=0.4, **shape)
     tokens, targets = batch_of(1, FIRST + SECOND)
     masked = targets.clone()
     masked[:, :FIRST] = -1
@@ -72,6 +75,9 @@ def test_older_memories_start_afresh_in_the_second_document(delay: int, rollout:
             passes = refined(objective.decoder, tokens, 84, documents)
         torch.testing.assert_close(parallel, stepped, rtol=0, atol=1e-10)
         torch.testing.assert_close(passes, stepped, rtol=0, atol=1e-10)
+        if injection == "shared_kv":
+            own = Sweeps(objective.decoder, tokens, documents).own_memories(objective.decoder.embedding(tokens))
+            torch.testing.assert_close(own, stepped, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])

@@ -35,8 +35,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def levers(**settings: Any) -> Any:
-    objective = build("levers", **SHAPE, **{f"objective_{key}": value for key, value in settings.items()}).double()
+def levers(delay: int = 1, **settings: Any) -> Any:
+    own = {f"objective_{key}": value for key, value in settings.items()}
+    objective = build("levers", **SHAPE, delay=delay, **own).double()
     random_weights(objective)
     return objective
 
@@ -46,11 +47,11 @@ def settled(objective: Any, memory: Tensor, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("script")
-@pytest.mark.parametrize("rollout", [1, 3])
-def test_as_it_stands_it_is_maglev_closed(rollout: int) -> None:
+@pytest.mark.parametrize(("rollout", "delay"), [(1, 1), (3, 1), (3, 2), (2, 4)])
+def test_as_it_stands_it_is_maglev_closed(rollout: int, delay: int) -> None:
     batch = batch_of(3, 14)
-    closed = small("maglev-closed", **SHAPE, objective_rollout=rollout)
-    mine, theirs = levers(rollout=rollout), closed(*batch)
+    closed = small("maglev-closed", **SHAPE, objective_rollout=rollout, delay=delay)
+    mine, theirs = levers(delay, rollout=rollout), closed(*batch)
     found = mine(*batch)
     torch.testing.assert_close((found.total, found.next_token), (theirs.total, theirs.next_token), rtol=0, atol=1e-12)
     expected = gradients(theirs.total, closed)
@@ -438,6 +439,7 @@ def test_every_verb_knows_it(tmp_path: Any, capsys: pytest.CaptureFixture[str]) 
         ({"groups": 3}, "objective.groups is 3; it must divide the width of 16"),
         ({"tap": 1, "head": True}, "objective.tap goes without head"),
         ({"tap": 2}, "it must be below the depth of 2"),
+        ({"carry": 1.0, "delay": 2}, "objective.carry goes with the last memory alone; leave model.delay at 1"),
     ):
         with pytest.raises(RequestError, match=line):
             levers(**settings)

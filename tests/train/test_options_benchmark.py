@@ -102,7 +102,7 @@ def test_rows_of_the_same_setting_stay(script: ModuleType, tmp_path: Path) -> No
 @pytest.mark.parametrize("depth", [2, 4, 8])
 @pytest.mark.parametrize("recipe", ["maglev-shared-0.1", "maglev-closed"])
 def test_every_option_can_be_built(script: ModuleType, recipe: str, depth: int) -> None:
-    found = script.all_options(recipe, depth)
+    found = script.all_options(recipe, depth, window=8)
     assert {option.recipe == recipe for name, option in found.items() if name != "swa"} == (
         {True} if recipe == "maglev-closed" else {True, False}
     )
@@ -111,4 +111,5 @@ def test_every_option_can_be_built(script: ModuleType, recipe: str, depth: int) 
     }  # fmt: skip
     for option in found.values():
         assert option.recipe in RECIPES
-        build_objective(run_config(option.recipe, depth, {"model.vocab_size": 61} | option.settings))
+        settings = {"model.vocab_size": 61, "model.window": 8} | option.settings
+        assert build_objective(run_config(option.recipe, depth, settings)).decoder.config.delay in (1, 8)
