@@ -73,9 +73,11 @@ def attention_cases(config: RunConfig, objective: Objective, device: torch.devic
     model, dtype = config.model, objective.decoder.compute_dtype
     found: dict[str, Case] = {}
 
-    def add(stack: str, own: ModelConfig, windows: Sequence[int], step: int = 1, whole: bool = True) -> None:
+    def add(
+        stack: str, own: ModelConfig, windows: Sequence[int], step: int = 1, whole: bool = True, queries: int = 0
+    ) -> None:
         heads = own.heads, own.kv_heads
-        queries = -(-model.context // step)
+        queries = queries or -(-model.context // step)
         for window in sorted(set(windows)):
             is_full = window >= model.context
             documents = config.data.document_mask
@@ -89,7 +91,10 @@ def attention_cases(config: RunConfig, objective: Objective, device: torch.devic
         prefiller = objective.prefiller
         add("prefiller, ", prefiller.config, prefiller.windows)
     every = stride_of(config.objective)
-    if every:
+    if every and not model.takes_last and isinstance(config.objective, ClosedMaglevConfig):
+        own = min(model.delay, model.context)
+        add(f"{own} positions in a row, ", model, model.windows, whole=False, queries=own)
+    elif every:
         add(f"{-(-model.context // every)} positions of a row, ", model, model.windows, every, whole=every == 1)
     return found
 

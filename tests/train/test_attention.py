@@ -35,6 +35,15 @@ def built(recipe: str, **settings: Any) -> tuple[Any, Objective]:
             {"model__injection": "tokens", "objective__prefiller_pattern": "S"},
             {"window 64": "parts", "prefiller, window 64": "whole"},
         ),
+        (
+            "maglev-closed",
+            {"model__injection": "shared_kv", "model__delay": 32},
+            {
+                "window 64": "whole",
+                "prefiller, whole context": "whole",
+                "32 positions in a row, window 64": "parts",
+            },
+        ),
     ],
 )
 def test_what_layers_ask_for(recipe: str, settings: dict[str, Any], expected: dict[str, str]) -> None:
@@ -43,7 +52,7 @@ def test_what_layers_ask_for(recipe: str, settings: dict[str, Any], expected: di
     assert {name: "whole" if case.is_whole else "parts" for name, case in cases.items()} == expected
     for name, case in cases.items():
         assert case.is_full == ("whole context" in name) and case.head_dim == 32 and case.device_type == "cuda"
-        assert case.queries == (128 if "positions" in name else 256)
+        assert case.queries == (32 if "in a row" in name else 128 if "of a row" in name else 256)
         assert case.documents == config.data.document_mask
 
 
