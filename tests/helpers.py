@@ -88,7 +88,7 @@ def assert_parallel_is_stepped(decoder: Decoder, lengths: Sequence[int]) -> None
 
 def assert_same_state(got: DecoderState, expected: DecoderState, bound: float) -> None:
     assert torch.equal(got.position, expected.position)
-    pairs = [(got.memory, expected.memory)]
+    pairs = [(got.memory, expected.memory), (got.older, expected.older)]
     for mine, other in zip(got.caches, expected.caches, strict=True):
         pairs += [(mine.key, other.key), (mine.value, other.value)]
     for mine, other in pairs:

@@ -19,6 +19,8 @@ from maglev.inference.reading import (
     default_block,
     have_settled,
     no_changes,
+    nothing_yet,
+    reads_at_once,
     relative_changes,
 )
 from maglev.model.chunk import Chunk
@@ -72,9 +74,9 @@ def read_rows_(
 def read_part_(
     decoder: Decoder | Reader, tokens: Tensor, counts: Tensor, state: DecoderState, budget: int, effort: Effort
 ) -> Tensor:
-    if budget and decoder.config.memory == "none":
+    if budget and reads_at_once(decoder.config, tokens.shape[1]):
         chunk = chunk_of(decoder, tokens, state)
-        memory = chunk.run(None)
+        memory = chunk.run(nothing_yet(decoder.config, tokens, state.memory))
         chunk.commit_rows_(state, counts)
         effort.tokens += tokens.numel()
         effort.passed += tokens.numel()

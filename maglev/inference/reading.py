@@ -82,17 +82,22 @@ class ReadingReport:
         return self.computed / self.tokens if self.tokens else 0.0
 
 
-def reads_at_once(config: ModelConfig) -> bool:
-    """Without memory there is nothing to settle, nor over a delay that nothing shortens: a pass over as many positions
+def reads_at_once(config: ModelConfig, count: int = 1) -> bool:
+    """So many positions, exactly. Without memory there is nothing to settle; over a delay that nothing shortens, a pass
     reads what was written before it."""
-    return config.memory == "none" or not config.takes_last
+    return config.memory == "none" or (not config.takes_last and count <= config.delay)
+
+
+def nothing_yet(config: ModelConfig, tokens: Tensor, like: Tensor) -> Tensor | None:
+    """For that pass: the last memories, which nothing takes, may be anything. tokens (B, C) -> (B, C, D)"""
+    return None if config.memory == "none" else like.new_zeros(*tokens.shape, like.shape[-1])
 
 
 def default_block(config: ModelConfig) -> int:
     """One pass is as long as it carries information, where nothing is to settle."""
     if config.memory == "none":
         return min(config.plain_reach + 1, LARGEST_CHUNK)
-    return min(config.window, LARGEST_CHUNK // BLOCKS)
+    return min(config.window if config.takes_last else config.delay, LARGEST_CHUNK // BLOCKS)
 
 
 def default_chunk(config: ModelConfig) -> int:
@@ -157,13 +162,10 @@ def chunk_of(decoder: Decoder | Reader, tokens: Tensor, state: DecoderState, roo
 def read_at_once_(
     decoder: Decoder | Reader, tokens: Tensor, state: DecoderState, size: int, report: ReadingReport
 ) -> Iterator[Tensor]:
-    remembers = decoder.config.memory != "none"
-    size = min(size, decoder.config.delay) if remembers else size
+    size = size if reads_at_once(decoder.config, size) else decoder.config.delay
     for first in range(0, tokens.shape[1], size):
         chunk = chunk_of(decoder, tokens[:, first : first + size], state)
-        # the last memories, which nothing takes, may be anything
-        last = state.memory.new_zeros(*chunk.tokens.shape, state.memory.shape[-1]) if remembers else None
-        yield chunk.run(last)
+        yield chunk.run(nothing_yet(decoder.config, chunk.tokens, state.memory))
         chunk.commit_(state, chunk.length)
         report.passes.append(1)
         report.changes.append([])

@@ -30,11 +30,13 @@ def alone(decoder: Decoder, tokens: Tensor) -> DecoderState:
     return state
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "delay"), [*((recipe, 1) for recipe in RECIPES), ("maglev-shared-0.1", 8), ("maglev-closed", 5)]
+)
 @pytest.mark.parametrize(("budget", "chunk"), [(24, None), (24, 11), (3, None), (0, 11)])
-def test_every_row_ends_as_if_it_were_alone(recipe: str, budget: int, chunk: int | None) -> None:
+def test_every_row_ends_as_if_it_were_alone(recipe: str, delay: int, budget: int, chunk: int | None) -> None:
     """Settled, out of budget and stepped; in one chunk and in several; with rows that read nothing."""
-    decoder = small(recipe, scale=0.3).decoder
+    decoder = small(recipe, scale=0.3, delay=delay).decoder
     tokens, lengths = random_tokens(len(LENGTHS), max(LENGTHS)), torch.tensor(LENGTHS)
     state = decoder.initial_state(len(LENGTHS))
     memory = read_rows_(decoder, tokens, lengths, state, budget=budget, chunk=chunk)
@@ -44,6 +46,17 @@ def test_every_row_ends_as_if_it_were_alone(recipe: str, budget: int, chunk: int
         if length:
             stepped = step_through(decoder, tokens[row : row + 1, :length])
             assert (memory[row : row + 1, :length] - stepped).abs().max() < 1e-9
+
+
+def test_over_a_delay_that_nothing_shortens_one_pass_will_do() -> None:
+    decoder = small("maglev-shared-0.1", delay=8).decoder
+    tokens, effort = random_tokens(len(LENGTHS), max(LENGTHS)), Effort()
+    state = decoder.initial_state(len(LENGTHS))
+    read_rows_(decoder, tokens, torch.tensor(LENGTHS), state, effort=effort)
+    assert effort.passes == 1 and effort.stepped == 0
+    # whatever the weights: of ordinary size, where the loop need not contract
+    for row, length in enumerate(LENGTHS):
+        assert_same_state(state.row(row), alone(decoder, tokens[row, :length]), 1e-9)
 
 
 @pytest.mark.parametrize("recipe", ["swa-ssss", "maglev-shared-0.1"])
