@@ -422,7 +422,10 @@ class LeversObjective(ClosedLoopObjective):
             given = config.own_next_token, "own_target", config.own_consistency
             found = self.weighed(memory, target_memory, targets, *given).total
             if config.steady:
-                found = found + config.steady * token_mean(self.consistency(memory, before)[:, 1:], targets[:, 1:])
+                # those before it read nothing
+                first = 1 if self.decoder.config.takes_last else self.decoder.config.delay
+                apart = self.consistency(memory, before)[:, first:]
+                found = found + config.steady * token_mean(apart, targets[:, first:])
             total = total + (number / config.passes) ** config.rise * found
         return total
 

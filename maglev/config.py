@@ -80,10 +80,10 @@ class SeparateMaglevConfig:
 class ClosedMaglevConfig(SeparateMaglevConfig):
     """Maglev for the loop that it will run in: Q predicts tokens too, with a loss of this weight, and P reads `rollout`
     tokens in a row on memories of its own, once `rollout_start` of training is done; the whole row where nothing takes
-    a memory younger than `model.delay`. `steady` weighs how far the memories that it writes there are from those that
-    it wrote on Q's: the nearer, the fewer passes reading takes. `noise` is the standard deviation of what is added to
-    every memory that P reads in training; its own size is 1. Q borrows the decoder's blocks unless `sharing` says
-    otherwise."""
+    a memory younger than `model.delay`, if that is at least a quarter of a window. `steady` weighs how far the memories
+    that it writes there are from those that it wrote on Q's: the nearer, the fewer passes reading takes. `noise` is the
+    standard deviation of what is added to every memory that P reads in training; its own size is 1. Q borrows the
+    decoder's blocks unless `sharing` says otherwise."""
 
     kind: Literal["maglev_closed"] = "maglev_closed"  # type: ignore[assignment]
     consistency_weight: float = 0.1

@@ -17,6 +17,8 @@ INJECTIONS: tuple[InjectionKind, ...] = get_args(InjectionKind)
 DELAYED = (*get_args(WithTokens), "residual", "layer_residual")
 # keys and values that `slots` and `cross_attention` make of a memory
 MEMORY_SLOTS = 4
+# of a window, one part in so many
+SHORTEST_PASS = 4
 
 
 def tile_windows(
@@ -147,6 +149,12 @@ class ModelConfig:
     def takes_last(self) -> bool:
         """Whether anything takes m_{t-1}. Where nothing does, a pass over as many positions as `delay` is exact."""
         return self.delay == 1 or not {*self.injections} <= {*get_args(WithTokens)}
+
+    @property
+    def goes_at_once(self) -> bool:
+        """Whether such passes are what rows and prompts are gone over with: short ones would be hardly better than
+        single steps."""
+        return not self.takes_last and SHORTEST_PASS * self.delay >= self.window
 
     @property
     def gated(self) -> bool:

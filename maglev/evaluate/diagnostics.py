@@ -18,14 +18,16 @@ from maglev.ops.inject import gate, rms_norm
 
 # of the memory's own size, which is 1 per channel
 DISTURBANCE = 1e-2
-# positions that are stepped before the loop is disturbed, and after
+# positions that are stepped before the loop is disturbed, and after; with a delay at least so many delays of each
 LENGTH, STEPS = 128, 16
+DELAYS = 2
 
 
 @dataclass(frozen=True)
 class LoopDiagnostics:
     """`contraction_pass`: what one parallel pass leaves of a disturbance of all memories. `disturbance_left`: what is
-    left in all of a disturbance of m after 1, 2, 4 and so on up to STEPS steps of the recurrence. `contraction_step`:
+    left in all of a disturbance of m (with a delay, of all memories that a state holds) after 1, 2, 4 and so on up to
+    STEPS steps of the recurrence, or two delays. `contraction_step`:
     the same after the last of them as a mean rate per step. It is no rate of any one step: the first takes most, and
     keys and values in the windows then bring back what was disturbed. Below 1 what errors leave dies out, above 1 it
     grows; that P goes where Q would is told by the gap, not by this. `memory_share`: of the length of mixed keys and
@@ -55,12 +57,14 @@ def told_of(loop: Mapping[str, Any]) -> str:
 # as in `memories`: a run in training has compiled blocks
 @torch.compiler.set_stance("force_eager")
 def loop_diagnostics(decoder: Decoder, tokens: Tensor) -> LoopDiagnostics:
-    """On the decoder's own memories of tokens (B, T), of which it takes the first LENGTH + STEPS."""
-    tokens = tokens[:, : LENGTH + STEPS]
-    if tokens.shape[1] < 3:
+    """On the decoder's own memories of tokens (B, T), of which it takes the first LENGTH + STEPS, or four delays."""
+    delay = decoder.config.delay
+    most = max(STEPS, DELAYS * delay)
+    tokens = tokens[:, : max(LENGTH, DELAYS * delay) + most]
+    if tokens.shape[1] < 2 * delay + 1:
         return LoopDiagnostics(math.nan, math.nan, [], 0, [])
-    # the first position reads no memory, so one pass takes two of them
-    steps = min(STEPS, tokens.shape[1] // 2)
+    # the first positions read no memory, so one pass takes more of them than a delay
+    steps = min(most, tokens.shape[1] // 2, tokens.shape[1] - delay - 1)
     before = tokens[:, : tokens.shape[1] - steps]
     with in_float32(decoder):
         memory = recurrent(decoder, before)
@@ -70,11 +74,12 @@ def loop_diagnostics(decoder: Decoder, tokens: Tensor) -> LoopDiagnostics:
         with recorded_shares(decoder) as shares:
             undisturbed = decoder(before, shift_right(memory))
         moved = decoder(before, shift_right(memory + noise)) - undisturbed
-        left = after_steps(decoder, tokens, steps, noise[:, -1])
+        left = after_steps(decoder, tokens, steps, noise[:, -delay:])
+    youngest = 1 if decoder.config.takes_last else delay
     # 1, 2, 4 and so on, and the last
     told = sorted({1 << power for power in range(steps.bit_length())} | {steps})
     return LoopDiagnostics(
-        contraction_pass=float(moved.norm() / noise[:, :-1].norm()),
+        contraction_pass=float(moved.norm() / noise[:, :-youngest].norm()),
         contraction_step=math.exp(left[-1] / steps),
         disturbance_left=[math.exp(left[step - 1]) for step in told],
         disturbance_steps=steps,
@@ -83,8 +88,8 @@ def loop_diagnostics(decoder: Decoder, tokens: Tensor) -> LoopDiagnostics:
 
 
 def after_steps(decoder: Decoder, tokens: Tensor, steps: int, noise: Tensor) -> list[float]:
-    """log(||difference|| / ||noise||) after each of so many steps from two states that differ by noise (B, D) in the
-    memory.
+    """log(||difference|| / ||noise||) after each of so many steps from two states that differ by noise (B, s, D) in the
+    memories that they hold.
 
     What is left would soon be less than rounding. So after every step the difference of the two states is made as large
     as the noise again, all of it by one factor: as long as it is small, that changes nothing but its size.
@@ -93,7 +98,7 @@ def after_steps(decoder: Decoder, tokens: Tensor, steps: int, noise: Tensor) -> 
     for token in tokens[:, : tokens.shape[1] - steps].T:
         decoder.step_(token, state)
     disturbed = state.clone()
-    disturbed.memory = disturbed.memory + noise
+    disturbed.memories = disturbed.memories + noise
     size, shrunk, left = float(noise.norm()), 0.0, list[float]()
     for token in tokens[:, tokens.shape[1] - steps :].T:
         decoder.step_(token, state)
@@ -106,7 +111,8 @@ def after_steps(decoder: Decoder, tokens: Tensor, steps: int, noise: Tensor) -> 
             return left + [math.nan] * (steps - len(left))
         if not whole:
             return left + [-math.inf] * (steps - len(left))
-        left.append(shrunk + math.log(apart[0] / size) if apart[0] else -math.inf)
+        memories = math.hypot(*apart[:2])
+        left.append(shrunk + math.log(memories / size) if memories else -math.inf)
         factor = size / whole
         shrunk -= math.log(factor)
         for ours, theirs in pairs:
@@ -115,7 +121,7 @@ def after_steps(decoder: Decoder, tokens: Tensor, steps: int, noise: Tensor) -> 
 
 
 def differing(ours: DecoderState, theirs: DecoderState) -> list[tuple[Tensor, Tensor]]:
-    """What two states of one text may differ in, the memory first."""
+    """What two states of one text may differ in, the memory first, and those before it."""
     rings = [
         pair
         for own, other in zip(ours.caches, theirs.caches, strict=True)
@@ -148,8 +154,8 @@ def recorded_shares(decoder: Decoder) -> Iterator[list[Tensor]]:
         # a rotation changes no length
         own = local * (rms_norm(key).norm(dim=-1) + value.norm(dim=-1))
         other = remembered * (memory_key.norm(dim=-1) + memory_value.norm(dim=-1))
-        # the first position has no memory to read
-        own, other = own[:, 1:], other[:, 1:]
+        # the first positions have no memory to read
+        own, other = own[:, decoder.config.delay :], other[:, decoder.config.delay :]
         shares.append(other.sum() / (own + other).sum())
 
     remembering = [module for module in decoder.modules() if isinstance(module, Attention) and module.gates]

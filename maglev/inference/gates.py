@@ -37,4 +37,6 @@ def recorded_gates(decoder: Decoder) -> Iterator[list[Tensor]]:
             gates = block.attention.gates or (block.stream if isinstance(block.stream, ResidualGate) else None)
             if gates is not None:
                 hooks.enter_context(gates.memory_gate.register_forward_hook(record))
+            if isinstance(gates, ResidualGate) and gates.older is not None:
+                hooks.enter_context(gates.older.memory_gate.register_forward_hook(record))
         yield logits

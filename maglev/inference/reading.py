@@ -4,7 +4,8 @@ Passes go over some blocks of the prompt at a time, starting from zero memories.
 moving, it is left behind and a new one is taken in at the end. So what a pass makes of the later blocks stands on
 memories that are nearly settled, and they settle in fewer passes than blocks that all begin together. Every pass makes
 at least one more position exact whatever the weights, so a block that does not settle within its budget is finished by
-stepping. Where nothing takes a memory younger than a delay of s tokens, one pass over s positions is exact.
+stepping. Where nothing takes a memory younger than a delay of s tokens, one pass over s positions is exact, and prompts
+are read so unless s is short.
 
 With a stride of s, a pass after a block's first goes over every s-th position at a time, and each part reads the
 memories that the part before it wrote (Gauss-Seidel): what is wrong in the last memory shrinks s times in a pass, not
@@ -85,7 +86,7 @@ class ReadingReport:
 def reads_at_once(config: ModelConfig, count: int = 1) -> bool:
     """So many positions, exactly. Without memory there is nothing to settle; over a delay that nothing shortens, a pass
     reads what was written before it."""
-    return config.memory == "none" or (not config.takes_last and count <= config.delay)
+    return config.memory == "none" or (config.goes_at_once and count <= config.delay)
 
 
 def nothing_yet(config: ModelConfig, tokens: Tensor, like: Tensor) -> Tensor | None:
@@ -97,7 +98,7 @@ def default_block(config: ModelConfig) -> int:
     """One pass is as long as it carries information, where nothing is to settle."""
     if config.memory == "none":
         return min(config.plain_reach + 1, LARGEST_CHUNK)
-    return min(config.window if config.takes_last else config.delay, LARGEST_CHUNK // BLOCKS)
+    return min(config.delay if config.goes_at_once else config.window, LARGEST_CHUNK // BLOCKS)
 
 
 def default_chunk(config: ModelConfig) -> int:

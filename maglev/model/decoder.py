@@ -106,7 +106,8 @@ class Decoder(nn.Module):
         embedded: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, T), previous_memory (B, T, D) from `shift_right` -> memory (B, T, D). With a delay, older memories
-        may stand beside them, (B, T, 2 D); else they are found among them.
+        may stand beside them, (B, T, 2 D); else they are found among them, which is right for rows where memory begins
+        anew nowhere: where it does, give `shift_right` the delay.
 
         A decoder without memory ignores `previous_memory`. None is not zeros: it is the stack without gates. Who has
         the tokens' embeddings already gives them along.

@@ -1,7 +1,7 @@
 """The state of a running decoder: constant in size, however long the sequence.
 
 The paper's memory window has no variable of its own: it is the ring of mixed keys and values, whose entry j holds
-token x_j and memory m_{j-1} together.
+token x_j and memory m_{j-1} together, or m_{j-s} with a delay s; then memories wait for their turn in `older`.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,8 @@ once more on memories of its own, `rollout` tokens in a row from every place at 
 gradients through all of it: from a token's prediction to the memories that were written before it. Q predicts tokens
 too: that is what makes its memories worth reading.
 
-Where nothing takes a memory younger than a delay, the whole row is such a rollout, a pass for every delay's length.
+Where nothing takes a memory younger than a delay, the whole row is such a rollout, a pass for every delay's length,
+unless that is short.
 """
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from maglev.config import ClosedMaglevConfig
 from maglev.model.decoder import Decoder
 from maglev.model.late import LateDecoder, late_of
-from maglev.model.memory import shift_right
+from maglev.model.memory import shift_by
 from maglev.objectives.losses import WHOLE_ROWS, Documents, Losses, next_token_loss, token_mean
 from maglev.objectives.maglev import MaglevObjective
 from maglev.objectives.noise import MemoryNoise
@@ -49,15 +50,17 @@ class ClosedLoopObjective(MaglevObjective):
         lifted = self.compare(memory, target_memory, targets)
         total = lifted.total
         if self.stage:
-            if self.decoder.config.takes_last:
+            config = self.decoder.config
+            if config.goes_at_once:
+                own_memory = sweeps.own_memories(embedded, noise)
+            else:
                 self.late = (late_of(self.decoder, self.late[0]),)
                 own_memory = sweeps.rollout(memory, self.rollout, embedded, self.late[0], noise)
-            else:
-                own_memory = sweeps.own_memories(embedded, noise)
             total = total + self.compare(own_memory, target_memory, targets).total
             if self.steady:
                 # where no memory is read the two are the same, and what lies between them is rounding
-                reads = shift_right(torch.ones_like(memory[..., :1]), documents.memory_keep).squeeze(-1) > 0
+                youngest = 1 if config.takes_last else config.delay
+                reads = shift_by(torch.ones_like(memory[..., :1]), documents.memory_keep, youngest).squeeze(-1) > 0
                 apart = self.consistency(own_memory, memory.detach())
                 total = total + self.steady * token_mean(apart, targets.masked_fill(~reads, IGNORED))
         if self.prefiller_weight:

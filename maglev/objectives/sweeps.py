@@ -220,10 +220,9 @@ class Sweeps:
             older = older if kept is None else torch.where(kept[:, at], older, 0)
             # the last memory, which nothing takes, may be anything
             previous_memory = torch.cat((torch.zeros_like(older), older), dim=-1)
-            segments = [
-                Segment(window, self.plan_of(window, range(at.start, at.stop), max(0, first - window + 1)), before)
-                for window, before in zip(config.windows, layers, strict=True)
-            ]
+            here = range(at.start, at.stop)
+            plans = {w: self.plan_of(w, here, max(0, first - w + 1)) for w in set(config.windows)}
+            segments = [Segment(w, plans[w], before) for w, before in zip(config.windows, layers, strict=True)]
             found.append(self.decoder.run(self.tokens[:, at], self.slots[at], previous_memory, segments, own))
             layers = [*segments]
             memory = found[-1] if noise is None else found[-1] + noise[:, at]

@@ -91,7 +91,8 @@ def attention_cases(config: RunConfig, objective: Objective, device: torch.devic
         prefiller = objective.prefiller
         add("prefiller, ", prefiller.config, prefiller.windows)
     every = stride_of(config.objective)
-    if every and not model.takes_last and isinstance(config.objective, ClosedMaglevConfig):
+    # what is tried outside of the package makes rollouts of its own
+    if every and model.goes_at_once and type(config.objective) is ClosedMaglevConfig:
         own = min(model.delay, model.context)
         add(f"{own} positions in a row, ", model, model.windows, whole=False, queries=own)
     elif every:

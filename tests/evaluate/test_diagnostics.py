@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from maglev.evaluate.diagnostics import DISTURBANCE, loop_diagnostics, told_of
+from maglev.evaluate.diagnostics import DISTURBANCE, STEPS, loop_diagnostics, told_of
 from maglev.model.decoder import Decoder
 from maglev.model.memory import shift_right
 from tests.helpers import random_tokens, small, step_through
@@ -45,6 +45,29 @@ def test_without_memory_projections_nothing_is_carried() -> None:
     assert (found.contraction_pass, found.contraction_step) == (0.0, 0.0)
     assert found.disturbance_left == [0.0] * 4 + [0.0] and found.disturbance_steps == 15
     assert found.memory_share == [0.0] * decoder.config.depth
+
+
+@pytest.mark.parametrize(("injection", "delay"), [("shared_kv", 8), ("shared_kv", 20), ("shared_kv+residual", 20)])
+def test_with_a_delay_all_that_a_state_holds_is_disturbed(injection: str, delay: int) -> None:
+    """And followed until it was read: nothing reads the last memory at once where keys and values take older ones."""
+    shape = {"context": 80, "window": 24, "injection": injection, "delay": delay}
+    decoder = small("maglev-shared-0.1", scale=0.5, **shape).decoder
+    tokens = random_tokens(2, 80)
+    found = loop_diagnostics(decoder, tokens)
+    steps = max(STEPS, 2 * delay)
+    assert found.disturbance_steps == steps and 0 < found.contraction_step < 1
+    # the first step pushes one of them out of the state, and the last of them is still there after so many
+    assert found.disturbance_left[0] > 0.5 and 0 < found.disturbance_left[-1] < found.disturbance_left[0]
+    assert min(found.memory_share) > 0.1
+    before = tokens[:, : 80 - steps]
+    memory = step_through(decoder, before)
+    noise = torch.randn(memory.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * DISTURBANCE
+    with torch.no_grad():
+        moved = decoder(before, shift_right(memory + noise)) - decoder(before, shift_right(memory))
+    read = noise[:, :-1] if "residual" in injection else noise[:, :-delay]
+    assert found.contraction_pass == pytest.approx(float(moved.norm() / read.norm()), rel=1e-9)
+    # rows that end before anything was read tell nothing
+    assert math.isnan(loop_diagnostics(decoder, tokens[:, :delay]).contraction_pass)
 
 
 @pytest.mark.parametrize("scale", [0.02, 0.1, 0.3, 0.5])

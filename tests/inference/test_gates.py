@@ -29,10 +29,12 @@ def gates_by_pass(decoder: Decoder, tokens: Tensor) -> Tensor:
     found = []
 
     def record(owner: Attention | ResidualGate, given: tuple[Any, ...]) -> None:
-        logits = (
-            owner.project(given[0], True)[-1] if isinstance(owner, Attention) else owner.memory_gate(norm(given[0]))
-        )
-        found.append(2 * torch.sigmoid(logits))
+        if isinstance(owner, Attention):
+            logits = [owner.project(given[0], True)[-1]]
+        else:
+            gates = [owner.memory_gate] if owner.older is None else [owner.memory_gate, owner.older.memory_gate]
+            logits = [gate(norm(given[0])) for gate in gates]
+        found.append(2 * torch.sigmoid(torch.cat(logits, dim=-1)))
 
     def norm(x: Tensor) -> Tensor:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
@@ -46,10 +48,11 @@ def gates_by_pass(decoder: Decoder, tokens: Tensor) -> Tensor:
     return torch.cat(found[-len(hooks) :], dim=-1).mean(-1)
 
 
+@pytest.mark.parametrize("delay", [1, 5])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("injection", GATED)
-def test_a_step_tells_the_mean_of_its_gates(injection: str, kv_heads: int) -> None:
-    decoder, tokens = small_decoder(injection, kv_heads=kv_heads), random_tokens(3, 30)
+def test_a_step_tells_the_mean_of_its_gates(injection: str, kv_heads: int, delay: int) -> None:
+    decoder, tokens = small_decoder(injection, kv_heads=kv_heads, delay=delay), random_tokens(3, 30)
     expected = gates_by_pass(decoder, tokens)
     assert expected.std() > 0.01
     torch.testing.assert_close(watched(decoder, tokens), expected, rtol=0, atol=1e-10)

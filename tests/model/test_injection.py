@@ -309,3 +309,17 @@ def test_states_that_were_saved_before_there_were_delays_stay() -> None:
     delayed = Decoder(dataclasses.replace(decoder.config, delay=2)).double()
     delayed.load_state_dict(decoder.state_dict())
     assert LanguageModel(delayed, tokenizer).fingerprint != digest.hexdigest()
+
+
+def test_over_a_short_delay_passes_settle() -> None:
+    """One at a time they would be hardly better than steps: 2 positions where a window has 16."""
+    decoder = small("maglev-shared-0.1", injection="shared_kv", delay=2, window=16, scale=0.3).decoder
+    assert not decoder.config.takes_last and not decoder.config.goes_at_once
+    tokens = random_tokens(1, 50)
+    state, expected = decoder.initial_state(1), decoder.initial_state(1)
+    report = read_(decoder, tokens, state)
+    assert len(report.passes) == 4 and min(report.passes) > 1 and report.stepped == 0
+    with torch.no_grad():
+        for token in tokens.T:
+            decoder.step_(token, expected)
+    assert_same(state.memories, expected.memories)

@@ -75,7 +75,7 @@ def naive_loss(
 
     def moved() -> Tensor:
         """By what was read, so not where nothing is."""
-        each = [(rows[row][2][t] - rows[row][1][t].detach()).square().mean().sqrt() for row, t in valid if t]
+        each = [(rows[row][2][t] - rows[row][1][t].detach()).square().mean().sqrt() for row, t in valid if t >= delay]
         return torch.stack(each).mean()
 
     return nats(1) + nats(2) + 0.3 * (apart(1) + apart(2)) + weight * nats(0) + (steady * moved() if steady else 0)
@@ -92,7 +92,7 @@ def naive_loss(
         (4, 9, 0.5, 2, SHARED, 1),
         (3, 8, 0.5, 0.7, "embedding", 1),
         # nothing takes the last memory: the whole row is a rollout
-        (4, 13, 0.5, 0, SHARED, 2),
+        (4, 13, 0.5, 0.7, SHARED, 2),
         (4, 10, 0.5, 0, "embedding", 3),
         (4, 5, 0.5, 0, SHARED, 3),
     ],
