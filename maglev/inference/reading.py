@@ -139,7 +139,7 @@ def read_(
     for first in range(0, length, TURN * block):
         part = tokens[:, first : first + TURN * block]
         with alone(decoder):
-            if passes is None and reads_at_once(decoder.config):
+            if reads_at_once(decoder.config) and (passes is None or decoder.config.memory == "none"):
                 pieces = read_at_once_(decoder, part, state, block, report)
             else:
                 pieces = settle_(decoder, part, state, block, blocks, stride, passes, tolerance, budget, report)
