@@ -72,9 +72,11 @@ def test_older_memories_start_afresh_in_the_second_document(delay: int, rollout:
             stepped = recurrent(objective.decoder, tokens, documents)
             previous = shift_right(stepped, documents.memory_keep, delay)
             parallel = objective.decoder(tokens, previous, starts=documents.attention_starts)
-            passes = refined(objective.decoder, tokens, 84, documents)
         torch.testing.assert_close(parallel, stepped, rtol=0, atol=1e-10)
-        torch.testing.assert_close(passes, stepped, rtol=0, atol=1e-10)
+        if mask and reset:
+            with torch.no_grad():
+                passes = refined(objective.decoder, tokens, 40, documents)
+            torch.testing.assert_close(passes, stepped, rtol=0, atol=1e-10)
         if injection == "shared_kv":
             own = Sweeps(objective.decoder, tokens, documents).own_memories(objective.decoder.embedding(tokens))
             torch.testing.assert_close(own, stepped, rtol=0, atol=1e-10)
